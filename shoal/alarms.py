@@ -1,8 +1,7 @@
 """Alarms of a run: what one says, and the file in which they are kept, a line when one is raised and one when it is
 cleared.
 
-Written by `launch/alarms`. Read by the terminal view, and by whatever shows or counts alarms: `standing_alarms` gives
-those that stand now, `read_alarms` all lines. It does not know how alarms come about; `shoal/monitors` does.
+Written by `launch/alarms`. It does not know how alarms come about; `shoal/monitors` does.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """`import shoal` from a program or a notebook: run files, policies and audits as typed values.
 
-Called by the functions of `shoal/__init__.py`, which hold its documentation. It starts what the command line starts and
-decides nothing. All of it works in a program whose event loop is already running, such as a notebook: a run is a launcher
-thread without an event loop, and processes; an audit, which needs a loop, gets one in a thread of its own.
+It starts what the command line starts and decides nothing. All of it works in a program whose event loop is already
+running, such as a notebook: a run is a launcher thread without an event loop, and processes; an audit, which needs a loop,
+gets one in a thread of its own.
 """
 
 import asyncio

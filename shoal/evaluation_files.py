@@ -1,6 +1,6 @@
 """Evaluations on held-out tasks as a run's folder has them: a file for each, which `jobs/evaluate` writes.
 
-Read by the launcher, the coordinator's metrics and the role that feeds loggers. It does not know how a policy is evaluated.
+It does not know how a policy is evaluated.
 """
 
 from pathlib import Path

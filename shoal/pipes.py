@@ -1,7 +1,7 @@
 """Requests and answers over the pipes of a child process: within a deadline at our end, and what the child's end needs.
 
-Used by `chat/isolated` and `roles/env_server`, whose children answer one request after another. A frame is a length in 4
-bytes, big-endian, then that many bytes. This file does not know what is in a frame, or how a child is started.
+A frame is a length in 4 bytes, big-endian, then that many bytes. This file does not know what is in a frame, or how a child
+is started.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """The run's folder: where a run keeps its files, how the folder is made, and how it is opened again.
 
-Called by the CLI, the launcher and the host's roles. It knows paths, the secret and the resolved run file, and
-nothing about the contents of other files. Its functions that write a file or a folder whole or not at all serve every
-room.
+It knows paths, the secret and the resolved run file, and nothing about the contents of other files. Its functions that
+write a file or a folder whole or not at all serve every room.
 """
 
 import contextlib

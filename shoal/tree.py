@@ -1,7 +1,6 @@
 """Convert nested tables, as read from TOML, into typed configs and back, with errors that name the key.
 
-Called by `config`, by environments for their arguments, and by code that compares or writes a config. It treats all
-keys alike.
+It treats all keys alike.
 """
 
 import difflib

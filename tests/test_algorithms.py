@@ -192,14 +192,15 @@ def test_a_ratio_that_is_always_1_is_said(load):
     assert "the ratio is 1 at every token" in notes_of(load('name = "ppo"'))[0]
     stale = "nothing corrects older rollouts (rollouts.max_staleness = 2)"
     assert stale in notes_of(load('name = "ppo"', rest="[rollouts]\nmax_staleness = 2"))[0]
+    weighed = load('name = "ppo"\ncorrections = [{name = "truncate"}]', rest="[rollouts]\nmax_staleness = 2")
     fresh = load('name = "ppo"', rest="[rollouts]\nmax_staleness = 0")
-    assert "older rollouts" not in notes_of(fresh)[0]
+    assert all("older rollouts" not in notes_of(config)[0] for config in (weighed, fresh))
     for algorithm, train in (
         ("ppo", "updates_per_batch = 2"),
         ("ppo", "minibatches = 4"),
         ("dapo", ""),
         ("rloo", ""),
-        ("decoupled_ppo", ""),
+        ("grpo", ""),
     ):
         assert notes_of(load(f'name = "{algorithm}"', train=train)) == []
 

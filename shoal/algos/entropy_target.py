@@ -1,6 +1,6 @@
 """Entropy control: how much of the entropy bonus a step has, so that entropy stays near a target.
 
-Called by `train/loss_weights` once a step. numpy alone; the bonus itself is in `entropy`.
+numpy alone; the bonus itself is in `entropy`.
 
     symbol   meaning                                                                  argument
     H        entropy of the policy that sampled, a token, estimated from its tokens:  -mean(log mu(o)), from mu_logp_N

@@ -1,7 +1,7 @@
 """Many polynomials at once over the field of 65497 elements: interpolate and evaluate.
 
-Called by `algos/toploc`. Pure, needs only numpy, and knows nothing of proofs. Numbers are float64, which is exact for
-integers below 2^53. They are reduced before they exceed 2^51, so results are exact.
+Pure, needs only numpy, and knows nothing of proofs. Numbers are float64, which is exact for integers below 2^53. They are
+reduced before they exceed 2^51, so results are exact.
 
 Axes: C polynomials, K points of each and as many coefficients, X places to evaluate at.
 """

@@ -1,7 +1,6 @@
 """Generalised advantage estimation (arXiv:1506.02438) over the tokens of one rollout, from a critic's values.
 
-Called by `train/critic`, in runs whose credit is a critic's. numpy alone. It does not train the critic: `value_loss` does.
-It knows no group.
+numpy alone. It does not train the critic: `value_loss` does. It knows no group.
 
     symbol     meaning                                                                         argument
     V(s_t)     value of the state before token t is written                                    values_T

@@ -1,6 +1,5 @@
 """Statistics of claimed log-probs: whether a worker's claims lean one way by more than honest rounding does.
 
-Called by the log-prob check (rollout, group), by the ledger, which keeps the evidence on each node, and by calibration.
 It depends on neither model nor protocol: differences go in, nats and bits come out.
 
 An honest worker samples token x from p, by its own arithmetic, and claims log p(x). The validator finds log q(x). The

@@ -1,7 +1,7 @@
 """How the terms of tokens become one number: the four averages of the field, each as a weight of the row's tokens.
 
-Called by `train/loss_weights` once for each update, before micro-batches are made. numpy alone. A loss is
-sum_n w_n loss_n / N with N policy tokens, whatever the average, so it may be added up in any micro-batches.
+numpy alone. A loss is sum_n w_n loss_n / N with N policy tokens, whatever the average, so it may be added up in any
+micro-batches.
 
     average    mean of                                                weight of a token of rollout i, task q
     tokens     all tokens of the batch: DAPO, arXiv:2503.14476        1

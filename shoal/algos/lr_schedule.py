@@ -1,6 +1,6 @@
 """Learning rate of a step: warm-up, then constant, linear or cosine.
 
-Called by `train/learner`. It works on plain numbers and needs no optimiser.
+It works on plain numbers and needs no optimiser.
 
     symbol   meaning
     t        the step, counted from 0

@@ -1,7 +1,6 @@
 """Rejection sampling: which rollouts of a group the next imitation learns from, as a pure rule over logged rewards.
 
-Called by `launch/training_examples`, for the accepted groups of a run. Python alone. Nothing is drawn: the logged rewards
-decide the rows.
+Python alone. Nothing is drawn: the logged rewards decide the rows.
 
     rule     keeps of each group                                                              paper
     STaR     those that are right, at most `most` of them                                     arXiv:2203.14465, algorithm 1

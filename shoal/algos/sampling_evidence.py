@@ -1,6 +1,5 @@
 """Statistics of replayed sampling: how much honest noise may do in a rollout, in a group, and in a node's life.
 
-Called by the sampling check (rollout, group), by the ledger, which keeps the evidence on each node, and by calibration.
 It depends on neither model nor protocol: gaps go in, counts and bits come out.
 
 A replay gives each token a gap: the distance in nats from the best choice to the token that was written (Token-DiFR,

@@ -1,7 +1,7 @@
 """TOPLOC: prove the largest activations of every 32 tokens with one short polynomial (arXiv:2501.16007).
 
-Called by `verification/encode_submission` (prove) and `verification/checks/activations` (compare). Pure, needs only numpy.
-It does not depend on the model, the engine or the bounds: the caller decides which error is too large.
+Pure, needs only numpy. It does not depend on the model, the engine or the bounds: the caller decides which error is too
+large.
 
 The last hidden states of a rollout's policy tokens are divided into chunks of 32 tokens. From each chunk we take the k
 values of largest magnitude, as bfloat16 codes y at flat indices x. One polynomial with k coefficients over GF(65497)

@@ -1,7 +1,6 @@
 """VinePPO (arXiv:2410.01679): the value of a state is the mean reward of fresh continuations, not a critic's guess.
 
-Called by `train/token_advantages`, for runs whose credit comes from continuations. numpy alone. It does not ask for any,
-nor know who made them.
+numpy alone. It does not ask for any, nor know who made them.
 
     symbol      meaning                                                                        argument
     s_k         state at the start of step k of a rollout, such as a line of reasoning

@@ -1,8 +1,7 @@
 """A whole conversation as a template would show it now, with open places for the tokens that the policy wrote.
 
-Called by the renderer when a conversation goes on from another history than its tokens: the template drops earlier
-thinking, or the context was shortened. What the policy wrote is never tokenised again. Each turn is rendered as marks,
-and the text between the marks belongs to the environment. It does not deal with tokens.
+What the policy wrote is never tokenised again. Each turn is rendered as marks, and the text between the marks belongs to
+the environment. It does not deal with tokens.
 """
 
 import itertools

@@ -1,9 +1,8 @@
 """A renderer for a stranger's files: tokenizer and chat template run in a child process with limits.
 
-Used by nodes that joined somebody's run, and by auditors. A template may loop, a tokenizer may abort its process, and
-both may take any amount of memory. Only the child has the limits, because torch needs address space. The child gives
-the same tokens as `Renderer` does in this process. A model of the user's own is tried in a child when it is opened, and
-then read in this process.
+A template may loop, a tokenizer may abort its process, and both may take any amount of memory. Only the child has the
+limits, because torch needs address space. The child gives the same tokens as `Renderer` does in this process. A model of
+the user's own is tried in a child when it is opened, and then read in this process.
 
 Requests and answers are MessagePack. The child answers one request after another.
 """

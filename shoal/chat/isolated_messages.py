@@ -1,6 +1,6 @@
 """The MessagePack messages between a contained renderer and its child, and how token ids are packed.
 
-Used by both ends in `contained`. It handles neither processes nor pipes.
+It handles neither processes nor pipes.
 """
 
 import array

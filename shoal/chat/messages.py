@@ -1,10 +1,9 @@
 """Chat messages as plain data, and the one strict normaliser that every path uses before a template sees them.
 
-Called by the renderer, and by the checks of environments and of run files. The format is OpenAI's: each message has
-`role` and `content`, the assistant's also `reasoning_content` and `tool_calls`, a tool's also `tool_call_id` and
-`name`. Content is a text, or a list of text parts. A key whose value is None is absent, as columns of a
-table give it to rows that lack it, also in calls, where transformers keeps it; an empty text stays. It does not deal with
-templates or tokens.
+The format is OpenAI's: each message has `role` and `content`, the assistant's also `reasoning_content` and `tool_calls`, a
+tool's also `tool_call_id` and `name`. Content is a text, or a list of text parts. A key whose value is None is absent, as
+columns of a table give it to rows that lack it, also in calls, where transformers keeps it; an empty text stays. It does
+not deal with templates or tokens.
 """
 
 import itertools

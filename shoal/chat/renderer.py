@@ -1,6 +1,5 @@
 """Convert messages to token ids and back: render the opening, encode each new message, decode the policy's text.
 
-Called by `envs/play` and by every verifier, so it is light: tokenizers and sandboxed jinja, no torch, no transformers.
 A conversation is an append-only list of token ids: the policy's text is never rendered or tokenised again. There is no
 clock: templates that ask for the date get the one in their arguments.
 """

@@ -1,8 +1,8 @@
 """A chat template, compiled in a sandbox: messages and arguments in, text out.
 
-Called by the renderer. A stranger wrote the template, so it reaches nothing outside, and an error that it raises
-becomes one line. It has no clock. A template that asks for the date gets the argument `date`, or else a fixed day. It
-draws nothing at random, and writes no address of memory: every machine must make the same prompt.
+A stranger wrote the template, so it reaches nothing outside, and an error that it raises becomes one line. It has no clock.
+A template that asks for the date gets the argument `date`, or else a fixed day. It draws nothing at random, and writes no
+address of memory: every machine must make the same prompt.
 """
 
 import datetime

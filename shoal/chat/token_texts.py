@@ -1,6 +1,6 @@
 """The text of each token of a sequence, such that the pieces joined are the text of the whole.
 
-Called by `render`, for people who look at single tokens. Pure: the tokenizer's `decode` is an argument.
+Pure: the tokenizer's `decode` is an argument.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Values inside a tool call, read strictly: JSON, and the notations of Gemma and LFM.
 
-Called by the parsers of the notations. The policy may write anything. Our limits on nesting and digits are below those
-of Python, which differ between machines and call depths. Every fault is a `MalformedArguments`.
+The policy may write anything. Our limits on nesting and digits are below those of Python, which differ between machines and
+call depths. Every fault is a `MalformedArguments`.
 """
 
 import json

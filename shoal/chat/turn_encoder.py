@@ -1,7 +1,7 @@
 """The tokens with which the policy would write a turn, up to the one that ends it.
 
-Called by the renderer, for players and for pairs of answers. The chat template says what stands around a turn, and the
-tokens continue those of the prompt. It does not deal with prompts, replies or histories.
+The chat template says what stands around a turn, and the tokens continue those of the prompt. It does not deal with
+prompts, replies or histories.
 """
 
 import functools

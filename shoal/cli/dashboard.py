@@ -1,6 +1,6 @@
 """`shoal dashboard`: serves the page of one or several runs.
 
-Called by `cli`. It changes no run: the page is in `watch/page`, imported when the command runs.
+It changes no run: the page is in `watch/page`, imported when the command runs.
 """
 
 import argparse

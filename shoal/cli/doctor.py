@@ -1,6 +1,6 @@
 """`shoal doctor`: what this machine can do.
 
-Called by `cli`. The examination itself is in `launch/doctor`, and imported when the command runs.
+The examination itself is in `launch/doctor`, and imported when the command runs.
 """
 
 import argparse

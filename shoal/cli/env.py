@@ -1,7 +1,6 @@
 """`shoal env init`, `check`, `push`, `install`, `attest`, `add-attestation`, `list` and `show`: for authors and users.
 
-Called by `cli`. It depends on no environment: these are loaded when a command runs. Nothing of a package that somebody
-else wrote runs here.
+It depends on no environment: these are loaded when a command runs. Nothing of a package that somebody else wrote runs here.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """`shoal run`, `host` and `admin`: what a run's host types.
 
-Called by `cli`. They prepare the run's folder and start the launcher, or sign a request to a running coordinator. Heavy
-modules are imported when a command runs, so that help is quick on a machine without torch.
+They prepare the run's folder and start the launcher, or sign a request to a running coordinator. Heavy modules are imported
+when a command runs, so that help is quick on a machine without torch.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""How this machine's user decides what is installed: by install.toml in the node's home, or by an answer to a question.
-
-Called by `shoal env install`, `join` and `validate`.
-"""
+"""How this machine's user decides what is installed: by install.toml in the node's home, or by an answer to a question."""
 
 import os
 import sys

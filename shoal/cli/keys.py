@@ -1,6 +1,6 @@
 """`shoal key new` and `shoal key show`: key files for those who sign on a machine that runs nothing else.
 
-Called by `cli`. Roles make their own keys. This is for a root key, or a publisher's, that is made before a run needs it.
+Roles make their own keys. This is for a root key, or a publisher's, that is made before a run needs it.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """`shoal ledger`, `audit` and `credits`: what anyone may ask of a run's log.
 
-Called by `cli`. They read the options and hand over to the auditor, which is imported when a command runs: help needs no
-torch.
+They read the options and hand over to the auditor, which is imported when a command runs: help needs no torch.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """`shoal policy merge`: a whole model from an adapter.
 
-Called by `cli`. It reads the options and hands over to a role, which is imported when its command runs.
+It reads the options and hands over to a role, which is imported when its command runs.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """`shoal join`, `validate`, `relay` and `train`: a role that a person starts, for a run that is hosted here or elsewhere;
 and `shoal node`, which pauses one.
 
-Called by `cli`. They read the options and hand over to a role, which is imported when its command runs: help needs no
-torch.
+They read the options and hand over to a role, which is imported when its command runs: help needs no torch.
 """
 
 import argparse

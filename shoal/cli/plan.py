@@ -1,6 +1,6 @@
 """`shoal plan`: what a run would take, before anybody starts it.
 
-Called by `cli`. The forecast is in `plan`, and imported when the command runs; `plan/simulation_input` has the defaults.
+The forecast is in `plan`, and imported when the command runs; `plan/simulation_input` has the defaults.
 """
 
 import argparse

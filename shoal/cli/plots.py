@@ -1,6 +1,6 @@
 """`shoal plot` and `shoal report`: make pictures and reports of runs, to show to others.
 
-Called by `cli`. What they make is in `watch`, imported when a command runs.
+What they make is in `watch`, imported when a command runs.
 """
 
 import argparse

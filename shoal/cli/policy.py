@@ -1,7 +1,6 @@
 """`shoal eval`, `sft` and `calibrate`: a policy on this machine, without a run.
 
-Called by `cli`. They read the options and hand over to a role, which is imported when its command runs: help needs no
-torch.
+They read the options and hand over to a role, which is imported when its command runs: help needs no torch.
 """
 
 import argparse

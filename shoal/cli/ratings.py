@@ -1,6 +1,6 @@
 """`shoal env rate`: a person rates answers that wait in a queue.
 
-`environments` adds the command. `graders/human_ratings` is the queue; it is imported when the command runs.
+`env` adds the command. `graders/human_ratings` is the queue; it is imported when the command runs.
 """
 
 import argparse

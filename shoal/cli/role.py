@@ -1,6 +1,6 @@
 """`shoal role`: how the launcher starts a role of a run on this machine. People do not type it, and no help shows it.
 
-Called by `cli`. Roles are imported when one starts.
+Roles are imported when one starts.
 """
 
 import argparse

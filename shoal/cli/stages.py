@@ -1,7 +1,7 @@
 """`shoal stages`: a run of stages, such as a cold start, RL, and imitation of what RL found.
 
-Called by `cli`. It reads the options and hands over to `launch/stage_pipeline`. The hidden `shoal stage-job` is how that
-starts a stage in a process of its own.
+It reads the options and hands over to `launch/stage_pipeline`. The hidden `shoal stage-job` is how that starts a stage in a
+process of its own.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """`shoal watch`: shows anyone a run.
 
-Called by `cli`. It starts nothing: the view and its sources are in `launch`, imported when the command runs.
+It starts nothing: the view and its sources are in `launch`, imported when the command runs.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """`[monitors]` of a run file: what the monitors may do by themselves, and their limits with the reason for each.
 
-Imported by `sections` and `check`. `shoal/monitors` reads the limits; it never reads a run file.
+`shoal/monitors` reads the limits; it never reads a run file.
 """
 
 import math

@@ -1,6 +1,6 @@
 """`[difficulty]` of a run file: how draws follow solve rates, what it may not say, and what of it the log holds.
 
-Imported by `sections` and `check`. `ledger/task_difficulty` has the rules that these numbers go into.
+`ledger/task_difficulty` has the rules that these numbers go into.
 """
 
 import math

@@ -1,6 +1,6 @@
 """`[[envs]]` of a run file: one environment with its settings, and who plays it.
 
-Imported by `sections` and `check`, and by those who handle one environment. It knows no environment: `envs/load` does.
+It knows no environment: `envs/load` does.
 """
 
 from pathlib import Path

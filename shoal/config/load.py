@@ -1,7 +1,7 @@
 """How a TOML file becomes a `RunConfig` or an `SftConfig`: defaults, the file, then `key.sub=value` overrides.
 
-Called by the CLI. It names no key except `[quick]`, `[random]` and the built-in bounds: the others are in `sections`, and
-`algorithms` fills in those of a named algorithm.
+It names no key except `[quick]`, `[random]` and the built-in bounds: the others are in `run_file`, and `validate_algorithm`
+fills in those of a named algorithm.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """The `[policy]` section of a run file and of an SFT recipe: the language model, and what is learned of it.
 
-Part of `sections`. Light, as they are.
+Part of `run_file`. Light, as they are.
 """
 
 from typing import Literal

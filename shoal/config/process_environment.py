@@ -1,7 +1,6 @@
 """The process environment: the only file that reads it.
 
-Called where a node's key is kept, where role commands and the processes of a trainer are started, and where a judge is
-asked. It knows nothing of run files.
+It knows nothing of run files.
 """
 
 import contextlib

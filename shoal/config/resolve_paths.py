@@ -1,7 +1,6 @@
 """What a run file names by a path: the path made absolute, and of lists of tasks also what is in them.
 
-Called by `shoal/run_folder` when a run is prepared, by `shoal doctor` and by `shoal sft`. Such paths are relative to the
-run file or recipe, but a run's folder must work from anywhere. It copies and writes nothing.
+Such paths are relative to the run file or recipe, but a run's folder must work from anywhere. It copies and writes nothing.
 """
 
 from pathlib import Path

@@ -19,7 +19,7 @@ from shoal.tree import Section
 
 # --- The settings of a model that learns beside the policy ---
 #
-# Part of `sections`. What a critic goes together with is checked in `credit`.
+# Part of this file. What a critic goes together with is checked in `validate_algorithm`.
 
 
 class CriticConfig(Section, frozen=True):

@@ -1,7 +1,6 @@
 """What a run file may not say: values out of range, keys that contradict each other, and changes on resume.
 
-Called by `load` for every run file, and by `shoal.run_folder` when a run is resumed. It knows nothing of TOML, and
-nothing of what is in the run's folder.
+It knows nothing of TOML, and nothing of what is in the run's folder.
 """
 
 import ipaddress

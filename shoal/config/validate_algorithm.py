@@ -238,10 +238,13 @@ def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
 def notes_of(config: RunConfig) -> list[str]:
     """What works, and yet may not be what was meant."""
     algorithm = config.train.algorithm
-    if isinstance(algorithm.loss, c.Reinforce) or _is_weighed(algorithm):
+    weighed = _is_weighed(algorithm)
+    if isinstance(algorithm.loss, c.Reinforce) or (
+        weighed and isinstance(algorithm, c.Grpo)
+    ):  # int8 brings the weights
         return []
     if algorithm.ratio_to == "old" and config.train.updates_per_batch * config.train.minibatches == 1:
-        stale = config.rollouts.max_staleness > 0
+        stale = config.rollouts.max_staleness > 0 and not weighed
         older = f", and nothing corrects older rollouts (rollouts.max_staleness = {config.rollouts.max_staleness})"
         return [
             f"the ratio is 1 at every token, so no bound of {WHERE}.loss acts{older if stale else ''}: "

@@ -1,8 +1,8 @@
 """A large output head on a CPU, in the layout in which oneDNN multiplies it.
 
-Called by `decoder`. A turn multiplies few rows by a head that no cache holds. MKL copies the head for that into a layout of
-its own at each product, which takes two thirds of the time; this copy is made once. At 16 rows of 384 x 32,768 a product
-takes 6.9 ms instead of 17.5, at 64 rows 18 instead of 34, at one row 4.4 instead of 3.0.
+A turn multiplies few rows by a head that no cache holds. MKL copies the head for that into a layout of its own at each
+product, which takes two thirds of the time; this copy is made once. At 16 rows of 384 x 32,768 a product takes 6.9 ms
+instead of 17.5, at 64 rows 18 instead of 34, at one row 4.4 instead of 3.0.
 
 Axes: N rows, D width, V vocabulary.
 """

@@ -1,7 +1,5 @@
 """What sampling and scoring need of a loaded policy, whatever computes it.
 
-Implemented by `decoder` (our own transformer) and by `hf` (models of `transformers`). Called by `writing` and `scoring`.
-
 Axes: B rows, C new tokens of a row, N = B * C, D width, V vocabulary; x any axes.
 """
 

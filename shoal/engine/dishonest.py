@@ -1,7 +1,7 @@
 """Engines that lie, so that a run can show how it catches them: for the demo's cheating worker, and for tests.
 
-Called by `roles/worker/worker` when the launcher asks for a cheat by name. Each wraps an honest engine and has the same
-interface, so the rest of the worker is unchanged: only the engine's output is wrong, as with a real cheat.
+Each wraps an honest engine and has the same interface, so the rest of the worker is unchanged: only the engine's output is
+wrong, as with a real cheat.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,8 @@
 """The engine for policies of any architecture: samples and scores with a model of `transformers` in this process.
 
-Called through `engine.interface`, if a run needs it. Tokens, noise and log-probs are those of the local engine's contract,
-with the same code (`writing`, `scoring`); only hidden states come from `transformers`. Nothing is remembered between turns:
-each turn reads its conversations again, because not every architecture can leave holes in its memory.
+Tokens, noise and log-probs are those of the local engine's contract, with the same code (`sampling`, `scoring`); only
+hidden states come from `transformers`. Nothing is remembered between turns: each turn reads its conversations again,
+because not every architecture can leave holes in its memory.
 
 When a policy is loaded, the engine compares three ways to read the same tokens: without a cache, with one, and in a row
 that begins with padding. If padding changes anything, conversations of different lengths are read apart. If the rotation

@@ -1,9 +1,9 @@
 """Turns the weights of a decoder from one version of a policy into another, in the same memory, where few values differ.
 
-Called by the local engine with the files of both versions, which others verify. A decoder has the values of the files in
-another order: fused, transposed, and multiplied by the norm before them. Each value that differs is computed as
-`models.transformer` computes it, and written to its place, so the bits are those of a decoder that is made anew. Between
-any two versions this works both ways. It does not deal with blocks, or with whether the weights may be used meanwhile.
+A decoder has the values of the files in another order: fused, transposed, and multiplied by the norm before them. Each
+value that differs is computed as `models.transformer` computes it, and written to its place, so the bits are those of a
+decoder that is made anew. Between any two versions this works both ways. It does not deal with blocks, or with whether the
+weights may be used meanwhile.
 
 Axes: O outputs and I inputs of a stored matrix, X outputs of an arranged one, D width, V vocabulary.
 """

@@ -1,9 +1,9 @@
 """The embedded engine: samples a policy with torch in this process, and replays what others say they sampled.
 
-Called by workers, validators and evaluation through `engine.interface`. It does not deal with environments, text or the
-network. One call of `extend` is one batch. Keys and values are kept between the turns of a batch's conversations.
+It does not deal with environments, text or the network. One call of `extend` is one batch. Keys and values are kept between
+the turns of a batch's conversations.
 
-The steps are in `reading` (prefills), `writing` (sampling) and `scoring`.
+The steps are in `prefill` (prefills), `sampling` (sampling) and `scoring`.
 
 Axes: B rows (conversations), C tokens of a row, D width, T tokens written in a turn.
 """

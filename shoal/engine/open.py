@@ -1,8 +1,8 @@
 """The only place that knows engine classes: a description of an engine becomes the engine.
 
-Called by every role that samples or scores. Light: torch is imported when a local engine is opened. A new kind of engine
-adds a case here and its name to `protocol/tolerances`; nothing else learns its class. A name that the command line offers
-is in `protocol/constants`, which is quick to import.
+Light: torch is imported when a local engine is opened. A new kind of engine adds a case here and its name to
+`protocol/tolerances`; nothing else learns its class. A name that the command line offers is in `protocol/constants`, which
+is quick to import.
 """
 
 from dataclasses import dataclass

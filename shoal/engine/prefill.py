@@ -1,7 +1,6 @@
 """Reading conversations into a cache: prefills of similar lengths, where a group's opening is read once, and new tokens.
 
-Called by the local engine; `by_length` and `padded` by `scoring`, too. It does not deal with noise, or with which
-conversations belong together.
+It does not deal with noise, or with which conversations belong together.
 
 Axes: B rows (conversations), C new tokens of a row, D width.
 """

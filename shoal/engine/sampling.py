@@ -1,6 +1,6 @@
 """Writing a turn: the tokens that the noise of the seeds chooses, for a batch of conversations, until all have ended.
 
-Called by the engines, when a batch's tokens are in its cache. It does not deal with conversations beyond their turn.
+It does not deal with conversations beyond their turn.
 
 The token at absolute index t is the argmax of logits / temperature + noise(seed, t). At a tie, the lowest id wins.
 

@@ -1,6 +1,6 @@
 """Scoring written conversations: log-probs and replay gaps of the policy's tokens, after one prefill.
 
-Called by the engines. It makes the noise of the seeds again, and does not know who sampled.
+It makes the noise of the seeds again, and does not know who sampled.
 
 Axes: B rows (conversations), C tokens of a row, N tokens to be scored, P those of one conversation, D width,
 V vocabulary.

@@ -1,9 +1,9 @@
 """Install a package: fetch, verify, ask, unpack, add its dependencies, and only then give it its name.
 
-Called by `shoal env install`. Everything happens in a folder that no reader looks at; it is renamed to the digest at the
-end. A kill at any point leaves at most that folder, which the next installation deletes. Installations do not wait for each
-other, because one may ask its user a question. The package's code is started
-only by `start`, which is the sandbox's; without a sandbox it is installed, but not tried.
+Everything happens in a folder that no reader looks at; it is renamed to the digest at the end. A kill at any point leaves
+at most that folder, which the next installation deletes. Installations do not wait for each other, because one may ask its
+user a question. The package's code is started only by `start`, which is the sandbox's; without a sandbox it is installed,
+but not tried.
 """
 
 import contextlib

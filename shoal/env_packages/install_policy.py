@@ -1,7 +1,7 @@
 """Whether a package may be installed here: what its user is shown and asked, or what a policy file decides instead.
 
-Called by `install`. It decides from the signed catalogue before the package is downloaded. It decides again, and asks, from
-what the package says about itself, before dependencies are downloaded: they are not known earlier.
+It decides from the signed catalogue before the package is downloaded. It decides again, and asks, from what the package
+says about itself, before dependencies are downloaded: they are not known earlier.
 """
 
 from collections.abc import Callable

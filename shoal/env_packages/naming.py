@@ -1,6 +1,6 @@
 """What names, versions and paths of packages look like: plain enough that no two of them can be taken for each other.
 
-Used by every file of this room. All of them are ASCII, so no character can look like another one or have two encodings.
+All of them are ASCII, so no character can look like another one or have two encodings.
 """
 
 import re

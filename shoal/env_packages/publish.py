@@ -1,8 +1,8 @@
 """Publish a package: pack its folder, add it to the author's signed catalogue, and put both into a registry's folder.
 
-Called by `shoal env push`. The archive comes first and the catalogue last, so a reader never finds a version without its
-archive. What the author has published anywhere is kept in this machine's home: so a second registry continues the same
-catalogue, and a registry that lost or rolled back its own gets the right one again.
+The archive comes first and the catalogue last, so a reader never finds a version without its archive. What the author has
+published anywhere is kept in this machine's home: so a second registry continues the same catalogue, and a registry that
+lost or rolled back its own gets the right one again.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """What `shoal env init` writes: a small package that passes its check, for an author to change.
 
-Called by the command line. It publishes nothing.
+It publishes nothing.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Play on from within an accepted group: what a worker does for a block of continuations.
 
-Called by the worker and by `recipes/one_file.py`. The parent's turns are played again up to the place from which a rollout
-is continued, so the environment is in the state that it was in there. From then on the policy writes, with a seed of its
-own. Where rollouts are continued from, and in which order, is in `protocol/branching`.
+The parent's turns are played again up to the place from which a rollout is continued, so the environment is in the state
+that it was in there. From then on the policy writes, with a seed of its own. Where rollouts are continued from, and in
+which order, is in `protocol/branching`.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Tasks from a data set on disk: rows of JSON Lines or Parquet files, pinned by their hash, with a held-out split.
 
-Used by environments that people write. It downloads nothing. An environment's digest covers only its source, so put the
-hash of the data into its arguments, which are in the log. Then a node that repeats a rollout has the same rows, or
-learns that it has not.
+It downloads nothing. An environment's digest covers only its source, so put the hash of the data into its arguments, which
+are in the log. Then a node that repeats a rollout has the same rows, or learns that it has not.
 """
 
 import hashlib
@@ -61,7 +60,7 @@ def split(rows: list[Row], heldout: int) -> tuple[list[Row], list[Row]]:
     """
     if not 0 <= heldout < len(rows):
         raise ConfigError(f"heldout = {heldout}: give at least 0 and less than the {len(rows)} rows of the data set")
-    keys = [hashlib.sha256(b"shoal/evaluation_files" + _canonical(row)).digest() for row in rows]
+    keys = [hashlib.sha256(b"shoal/heldout" + _canonical(row)).digest() for row in rows]
     last = sorted(keys)[heldout - 1] if heldout else b""
     training = [row for row, key in zip(rows, keys, strict=True) if key > last]
     if not training:

@@ -1,8 +1,6 @@
 """What an environment says of itself, found out in a process of its own.
 
-Called by the launcher and the coordinator, which need to know how many tasks there are and whether anybody can repeat
-them, but hold the run's keys and must not be held up. So a user's file is executed in a child that ends at once. It plays
-nothing.
+So a user's file is executed in a child that ends at once. It plays nothing.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Measure a policy on held-out tasks: sampled episodes, means with 95 % confidence intervals, transcripts.
 
-Called by `shoal eval`, and by a run before, during and after training. It uses neither trainer nor network.
+It uses neither trainer nor network.
 
 The intervals describe the sampling noise of episodes on these tasks. They treat episodes as independent, which several
 episodes on one task are not quite.

@@ -1,7 +1,7 @@
 """A held-out judge: another environment scores the conversations of an evaluation again, task by task.
 
-Called by `evaluate`. The policy never learns from the judge, so what it found out about its own environment's mistakes
-earns nothing here. The judge sees the task and the policy's turns; what it would have answered is not shown to anybody.
+The policy never learns from the judge, so what it found out about its own environment's mistakes earns nothing here. The
+judge sees the task and the policy's turns; what it would have answered is not shown to anybody.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Find an environment by name, file or package, make it, and compute the digest of its source.
 
-Called by the host, `eval` and `check` with files allowed (`load_env`: built-ins, and the user's own files and packages),
-and by nodes that join without (`load_run_envs`: a stranger's run file must never make this machine execute anything).
 A user's file is one Python file that defines `def environment(**args)`. It may import installed packages but not
 neighbouring files, because its digest covers only itself. The digest of a package covers all its files and its lock.
 

@@ -1,7 +1,6 @@
 """Make an environment from the Python file that defines it, in the process that calls this.
 
-Called by `load` for a user's own file, and inside the sandbox for a package of somebody else. It imports no package and
-no room of ours that needs one.
+It imports no package and no room of ours that needs one.
 """
 
 import hashlib

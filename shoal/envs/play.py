@@ -1,8 +1,7 @@
 """Play tasks with an engine: many episodes in lockstep, with one engine call for each turn.
 
-Called by workers (`play_block`), by evaluation and by the recipes. It connects environment, renderer and engine. It
-does not deal with leases, the network or rewards. `play_scripted` plays by the same rules with a scripted player, for
-checks and for the supervised cold start.
+It connects environment, renderer and engine. It does not deal with leases, the network or rewards. `play_scripted` plays by
+the same rules with a scripted player, for checks and for the supervised cold start.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """The first prompt of an environment, or the first row of training, for a person who looks at what the policy learns from.
 
-Called by `prompt_preview`, `sft` and `prefer` of roles, and recipes/one_file.py. Each control token is in double brackets,
-so that one which the tokenizer splits into pieces looks like any other text. Nothing is played, but empty turns if the
-chat template may take no later ones.
+Each control token is in double brackets, so that one which the tokenizer splits into pieces looks like any other text.
+Nothing is played, but empty turns if the chat template may take no later ones.
 """
 
 import itertools

@@ -1,9 +1,8 @@
 """Replay a claimed rollout: everything in it must follow from the task, except the tokens that the policy chose.
 
-Called by the checks of a submission (a role passes it in the context), by every role that needs a rollout's reward, and
-by auditors. It takes only the policy's turns from the claim, rebuilds the conversation from them, and compares. So a
-claim cannot invent the environment's words, move the end of a turn, or choose its ending or reward. It uses no model:
-the sampling check decides whether the policy would have chosen these tokens.
+It takes only the policy's turns from the claim, rebuilds the conversation from them, and compares. So a claim cannot invent
+the environment's words, move the end of a turn, or choose its ending or reward. It uses no model: the sampling check
+decides whether the policy would have chosen these tokens.
 
 Axes: T tokens of the rollout, its rows one after another.
 """

@@ -1,8 +1,7 @@
 """What the turns and steps of an episode earn, by the tokens at which they end.
 
-Called by `conversation`, which checks the steps that an environment marks, and for `replay`, when the run credits turns or
-steps. An environment marks steps by the characters of an action, since it sees no tokens; the tokens follow from the
-tokenizer, so all who replay a rollout find the same.
+An environment marks steps by the characters of an action, since it sees no tokens; the tokens follow from the tokenizer, so
+all who replay a rollout find the same.
 """
 
 import math

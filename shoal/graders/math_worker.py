@@ -1,4 +1,4 @@
-"""A program that says whether two mathematical expressions are equal. `mathematics` runs it in a process with limits.
+"""A program that says whether two mathematical expressions are equal. `math_answers` runs it in a process with limits.
 
 It imports nothing of shoal, so any interpreter with `math-verify` can run it. It reads one JSON object from standard
 input (`gold`, `answer`, `relative`) and writes one word. math-verify reads the LaTeX and compares expressions with

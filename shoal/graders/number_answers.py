@@ -6,7 +6,7 @@ and at most one unit. Values are fractions of whole numbers, so no rounding deci
 
 Failure modes. "1,234" is 1234, even from writers who use a decimal comma; "3,5" is refused. "50%" is 0.5: if the
 question asks for per cent, give `units={"%": 1}`. Words ("twelve"), formulas ("2*3") and roots are refused: use
-`mathematics`. With a relative tolerance, the value 0 accepts only 0. A wide tolerance accepts guesses: at 10 %, one
+`math_answers`. With a relative tolerance, the value 0 accepts only 0. A wide tolerance accepts guesses: at 10 %, one
 guess in five of the right size passes.
 """
 

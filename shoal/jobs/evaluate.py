@@ -1,7 +1,6 @@
 """Evaluation: how good a checkpoint is on held-out tasks, as a file or on the terminal.
 
-Called by `shoal eval` and `shoal.policy`, and by the launcher before, during and after a run. `envs/evaluate` plays the
-episodes; this role gives it the checkpoint, the environment and the threads.
+`envs/evaluate` plays the episodes; this role gives it the checkpoint, the environment and the threads.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A whole model from an adapter and its base, and what merging changed: the work of `shoal policy merge`.
 
-Called by `cli`. Rounding to bfloat16 loses what is smaller than a 256th of a weight, so the merged model is another
-policy than the adapter over its base, which a run publishes and verifies. It does not deal with runs.
+Rounding to bfloat16 loses what is smaller than a 256th of a weight, so the merged model is another policy than the adapter
+over its base, which a run publishes and verifies. It does not deal with runs.
 
 Axes: B rows, T tokens of a row, V vocabulary.
 """

@@ -1,7 +1,6 @@
 """The first prompt of each environment of a run, written to a file: for the host to see what the policy will read.
 
-Started by the launcher as a process of its own, because an environment may take long, end its process or need memory. It
-needs neither torch nor the network.
+It needs neither torch nor the network.
 """
 
 import tempfile

@@ -1,8 +1,7 @@
 """Supervised fine-tuning: a cold start before RL, from games that a scripted player plays.
 
-Called by `shoal sft RECIPE`, and by a stage of `shoal stages`, which may give it chosen rollouts instead. It plays the
-games, trains on them with `train/sft`, and writes a checkpoint in HF format.
-The same recipe and number of threads give the same bytes, also if it was stopped and started again.
+It plays the games, trains on them with `train/sft`, and writes a checkpoint in HF format. The same recipe and number of
+threads give the same bytes, also if it was stopped and started again.
 """
 
 import contextlib

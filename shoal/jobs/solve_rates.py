@@ -1,7 +1,7 @@
 """How many of its rollouts a policy solves, task by task: what an offline filter keeps tasks by.
 
-Called by a filter stage of `shoal stages`. It plays as an evaluation does, on training tasks; the same policy, run file and
-number of threads give the same rates. It knows neither stages nor what is learned later.
+It plays as an evaluation does, on training tasks; the same policy, run file and number of threads give the same rates. It
+knows neither stages nor what is learned later.
 """
 
 import logging

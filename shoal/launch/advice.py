@@ -1,7 +1,7 @@
 """What the launcher advises before and during a run: numbers that work, and yet rarely teach a policy anything.
 
-Called by `launch/supervisor`, which prints each advice as one line. None of it stops a run. All functions are pure: of
-the run's log and rollouts they are given a reader, which is called if something is to be said of them.
+None of it stops a run. All functions are pure: of the run's log and rollouts they are given a reader, which is called if
+something is to be said of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence

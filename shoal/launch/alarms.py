@@ -1,8 +1,7 @@
 """Evaluates the monitors of a run, keeps its alarms, and does what the run file says: it has the folder and the run's key.
 
-Called by `launch/supervisor` about once a second. The monitors themselves are in `shoal/monitors`. It remembers nothing
-that matters: after a kill it reads metrics and log again and comes to the same alarms, and the log says on which of them
-the host has acted.
+The monitors themselves are in `shoal/monitors`. It remembers nothing that matters: after a kill it reads metrics and log
+again and comes to the same alarms, and the log says on which of them the host has acted.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A whole run in a thread of the caller's process, for programs, which have no terminal and no Ctrl-C.
 
-Called by `shoal/api`. Only the launcher runs in the thread. The roles are processes, as under `shoal run`, and end when
-this process ends. It gives each training step's metrics to the caller, and looks only at the number of the step.
+Only the launcher runs in the thread. The roles are processes, as under `shoal run`, and end when this process ends. It
+gives each training step's metrics to the caller, and looks only at the number of the step.
 """
 
 import atexit

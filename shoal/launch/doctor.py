@@ -1,6 +1,6 @@
 """What this machine can do for a run, measured, and what is missing.
 
-Called by `shoal doctor`. It changes nothing that stays, needs no network, and imports torch only to measure it.
+It changes nothing that stays, needs no network, and imports torch only to measure it.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """What the screen shows when a run has ended: before and after, credits, why cheaters were refused, sample games.
 
-Called by `launch/supervisor` with the figures that `launch/summary` gathered. Pure, as `launch/terminal_view` is.
+Pure, as `launch/terminal_view` is.
 """
 
 import io

@@ -1,7 +1,7 @@
 """The held-out evaluations of a run: before training, of kept checkpoints during training, and after it.
 
-Called by `launch/supervisor`, one evaluation at a time, while training goes on. Each is a process that leaves a file in the
-run's folder. A version with a file is not evaluated again, even if processes were killed in between.
+Each is a process that leaves a file in the run's folder. A version with a file is not evaluated again, even if processes
+were killed in between.
 """
 
 import time

@@ -1,8 +1,7 @@
 """What the log of a run has of groups that taught nothing, for its host: two rollouts without signal as text, whether most
 of them were cut short or failed, and why a submission was refused.
 
-Called by the launcher on the folder of its own run, so the environment's files are executed. It does not know why the run
-is paused, and decides nothing.
+It does not know why the run is paused, and decides nothing.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """A run in the caller's own process, with an environment or a loss that the caller holds: no network, no other processes.
 
-Called by `shoal/api`. It takes the steps of recipes/one_file.py, which the distributed run repeats byte for byte, and keeps
-their metrics and the trainer's state in the run's folder. There is no log, so such a run cannot be audited.
+It takes the steps of recipes/one_file.py, which the distributed run repeats byte for byte, and keeps their metrics and the
+trainer's state in the run's folder. There is no log, so such a run cannot be audited.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """Keys that a person presses while a picture is shown, read without waiting for Enter.
 
-Called by `launch/watch_command` and by the live view of `shoal join`. Where standard input is no terminal, no key comes. It
-knows no key's meaning.
+Where standard input is no terminal, no key comes. It knows no key's meaning.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """What the launcher says while a run goes on, kept in a log of its own: `logs/launcher.log` of the run's folder.
 
-Called by `launch/supervisor`, which says it to a view as before. The log has what a screen forgets: alarms, what they led
-to, why a run paused, and which processes died. It has no line for a step, because metrics.jsonl has one.
+The log has what a screen forgets: alarms, what they led to, why a run paused, and which processes died. It has no line for
+a step, because metrics.jsonl has one.
 """
 
 import logging

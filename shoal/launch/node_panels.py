@@ -1,7 +1,6 @@
 """What `shoal join` and `shoal validate` show: the run that is helped, and the node's own figures.
 
-Called by `launch/node_view`. Pure, as `launch/terminal_view` is: a value becomes a picture, or a line where the output is
-piped.
+Pure, as `launch/terminal_view` is: a value becomes a picture, or a line where the output is piped.
 """
 
 import textwrap

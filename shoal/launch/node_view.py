@@ -1,8 +1,8 @@
 """The view of `shoal join` and `shoal validate`, in a thread beside the role: a picture on a terminal, else a line now and
 then in the log.
 
-Called by `cli/nodes`. It asks the run's host without a key, as anyone may, and seldom: thousands of workers do. It
-changes nothing but the user's allowance, at the key p. When the node is told to stop, it gives the terminal back at once.
+It asks the run's host without a key, as anyone may, and seldom: thousands of workers do. It changes nothing but the user's
+allowance, at the key p. When the node is told to stop, it gives the terminal back at once.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Pausing a worker of this machine: `shoal node pause` and `resume`, and the signals that they send.
 
-Called by `cli/nodes`. The worker's folder names its process. A worker has the handlers before its name is in the
-folder, so no signal ends it.
+The worker's folder names its process. A worker has the handlers before its name is in the folder, so no signal ends it.
 """
 
 import contextlib

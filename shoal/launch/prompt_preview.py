@@ -1,7 +1,4 @@
-"""The first prompt of each environment, as the role `prompts` wrote it.
-
-Called by `launch/supervisor` when a run begins, and by `shoal doctor --recipe`.
-"""
+"""The first prompt of each environment, as the role `prompts` wrote it."""
 
 import re
 import sys

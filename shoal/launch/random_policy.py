@@ -1,7 +1,6 @@
 """Make the first policy of a run with `--random-policy`, and say what it is.
 
-Called by `shoal run` and `shoal host` before they prepare the run's folder. Memory and disk are reckoned first. Weights are
-made in a process of their own, so that the launcher stays small.
+Memory and disk are reckoned first. Weights are made in a process of their own, so that the launcher stays small.
 """
 
 import multiprocessing

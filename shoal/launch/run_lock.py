@@ -1,7 +1,7 @@
 """One launcher in a run folder, and one node in a home: a lock on the folder.
 
-Called by whatever starts roles: `shoal run`, `host`, `stages`, `join`, and programs. The roles of a launcher inherit its
-descriptor. So the folder is held until the last of them has ended, even if the launcher was killed.
+The roles of a launcher inherit its descriptor. So the folder is held until the last of them has ended, even if the launcher
+was killed.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """What is known of a running run at one moment, as a value: read from its folder and its coordinator.
 
-Called by `launch/supervisor` a few times a second and by the tests of the view. It only reads, and it never fails because
-something is not there yet: a run that is starting has no metrics, a coordinator that restarts gives no answer.
+It only reads, and it never fails because something is not there yet: a run that is starting has no metrics, a coordinator
+that restarts gives no answer.
 """
 
 import contextlib

@@ -24,8 +24,9 @@ from shoal.run_folder import RunFolder
 # The learning rate, and by the memory that is free the tokens of a micro-batch and the episodes that an evaluation plays
 # at a time.
 #
-# Called before the roles of a run start, and by `shoal doctor --recipe`. It tries sizes with the reckoning of `fits`, so
-# nothing is loaded. The launcher keeps what is found in the run's folder: bits depend on it, so a resumed run keeps it.
+# Called before the roles of a run start, and by `shoal doctor --recipe`. It tries sizes with the reckoning of
+# `memory_plan`, so nothing is loaded. The launcher keeps what is found in the run's folder: bits depend on it, so a resumed
+# run keeps it.
 
 
 MOST_TOKENS = 16_384
@@ -140,7 +141,7 @@ def _with_rows(config: RunConfig, rows: int) -> RunConfig:
 
 # --- Which processes of a run take shifts on a device of this machine, and how they are told ---
 #
-# What they do then is in `roles/node/device_queue`; whether it is needed is decided in `fits`.
+# What they do then is in `roles/node/device_queue`; whether it is needed is decided in `memory_plan`.
 
 
 SECTIONS = {"train": "trainer", "validators": "validators", "workers": "workers and evaluations"}

@@ -1,7 +1,6 @@
 """The work of a stage, in a process of its own: each kind reads its job and leaves its outputs in the job's folder.
 
-Called by the hidden command `shoal stage-job`. A job may have been begun before by a process that was killed. Heavy modules
-are imported by the kind that needs them.
+A job may have been begun before by a process that was killed. Heavy modules are imported by the kind that needs them.
 """
 
 from collections.abc import Callable

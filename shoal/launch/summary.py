@@ -1,7 +1,7 @@
 """The end of a run as one file, summary.json; and the times that it needs, added up over restarts of the launcher.
 
-Called by `launch/supervisor`. It reads the run's folder and the last snapshot. It is a digest for people and benchmarks:
-only the ledger proves who earned which credits.
+It reads the run's folder and the last snapshot. It is a digest for people and benchmarks: only the ledger proves who earned
+which credits.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """A whole run on this machine: start its roles as processes, keep them alive, show how it goes, stop them in order.
 
-Called by `shoal run`, `shoal host` and `launch/background_run`, on a folder that is prepared. It knows processes, files and
-the coordinator's status. It imports no role, because roles are started by command. It remembers nothing that matters:
-after a kill at any moment, the same command resumes the run.
+It knows processes, files and the coordinator's status. It imports no role, because roles are started by command. It
+remembers nothing that matters: after a kill at any moment, the same command resumes the run.
 """
 
 import contextlib

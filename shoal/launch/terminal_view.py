@@ -1,9 +1,8 @@
 """The terminal view of a running run: a snapshot becomes a picture, or a line when the output is piped to a file.
 
-Called by `launch/supervisor` for the host and by `launch/watch_command` for anyone. It starts nothing, reads nothing and
-asks nobody, so tests and the picture in the README are made from snapshots. Its parts are in `launch/terminal_panels` and
-`launch/terminal_panels`; here each gets its place, so that at every size the point is kept: who was refused, by which
-check, and what the run waits for. `launch/end_screen` shows the end of a run.
+It starts nothing, reads nothing and asks nobody, so tests and the picture in the README are made from snapshots. Its parts
+are in `launch/terminal_panels` and `launch/terminal_panels`; here each gets its place, so that at every size the point is
+kept: who was refused, by which check, and what the run waits for. `launch/end_screen` shows the end of a run.
 """
 
 import re

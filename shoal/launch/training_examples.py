@@ -1,8 +1,8 @@
 """Which rollouts of a run that has ended later stages learn from: by rejection sampling, or as pairs of better and worse.
 
-Called by reject and dpo stages. It reads the log and the bodies that the run kept, and takes the rewards of the log, which
-validators verified. It chooses from the groups that batches took, in the order of the steps: at max_staleness = 0 these
-follow from the run file and the seed. The rules are in `algos/rejection_sampling`.
+It reads the log and the bodies that the run kept, and takes the rewards of the log, which validators verified. It chooses
+from the groups that batches took, in the order of the steps: at max_staleness = 0 these follow from the run file and the
+seed. The rules are in `algos/rejection_sampling`.
 """
 
 from collections.abc import Sequence

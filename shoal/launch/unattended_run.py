@@ -1,7 +1,7 @@
 """A run that nobody watches, such as that of a stage: where others would wait for their host, it ends and says why.
 
-Called by `launch/stage_work`. It is a view of the launcher: it reads snapshots and raises what ends the run. A run that
-paused itself before goes on when it is started again, for as many groups as it had. A person who pauses it is waited for.
+It is a view of the launcher: it reads snapshots and raises what ends the run. A run that paused itself before goes on when
+it is started again, for as many groups as it had. A person who pauses it is waited for.
 """
 
 import time

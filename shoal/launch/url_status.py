@@ -1,8 +1,7 @@
 """A run at a URL, as anyone may see it: its status, its nodes and its metrics, asked for without a key.
 
-Called by `launch/watch_command`. All of it is a stranger's: each answer is limited and parsed, and what is kept of it is
-numbers of known names and short texts. A host that serves no metrics shows less: the time of a step is then what the
-watcher saw.
+All of it is a stranger's: each answer is limited and parsed, and what is kept of it is numbers of known names and short
+texts. A host that serves no metrics shows less: the time of a step is then what the watcher saw.
 """
 
 import time

@@ -1,8 +1,7 @@
 """`shoal watch`: the view of a run that somebody else started, from its folder or from its URL.
 
-Called by `cli/watch`. It reads and asks, starts nothing, locks nothing and writes nothing, so any number may
-watch one run, and a watcher that leaves or is killed changes nothing. From a folder it sees what the host's own view
-shows; from a URL what anyone may see.
+It reads and asks, starts nothing, locks nothing and writes nothing, so any number may watch one run, and a watcher that
+leaves or is killed changes nothing. From a folder it sees what the host's own view shows; from a URL what anyone may see.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """An event's bytes and its hash: the ground floor of the log.
 
-Used by every other file of the ledger and by everything that reads a log. It does not depend on kinds of events:
-`table` gives bodies their types.
+It does not depend on kinds of events: `registry` gives bodies their types.
 """
 
 import msgspec

@@ -1,8 +1,7 @@
 """What a group teaches, by the run's algorithm: from its settings to the numpy half in `algos`.
 
-Called by the rules when a group is accepted, by the trainer for the rows of a batch, and by everybody who makes a run's
-decisions again. So it is here, on the lowest floor that may know both the settings and the formulas. The loss, which
-needs torch, is found by `train/loss`. It uses neither tokens nor the model.
+So it is here, on the lowest floor that may know both the settings and the formulas. The loss, which needs torch, is found
+by `train/loss`. It uses neither tokens nor the model.
 
 Axes: G rollouts of one group.
 """

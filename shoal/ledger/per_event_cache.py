@@ -1,7 +1,4 @@
-"""A value that follows from a state, computed once for each event.
-
-Used by the rules and by the files beside them, which ask for the same counts many times between two events.
-"""
+"""A value that follows from a state, computed once for each event."""
 
 import functools
 from collections.abc import Callable

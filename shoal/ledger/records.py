@@ -1,7 +1,6 @@
 """The records that the state of a run consists of. Only `facts/` changes them, event by event.
 
-Read by the rules, the coordinator and every auditor, mostly through `state`. A record here is what the log says; the type
-of the same name in `protocol/messages` is what crosses the wire.
+A record here is what the log says; the type of the same name in `protocol/messages` is what crosses the wire.
 """
 
 from bisect import insort

@@ -1,7 +1,6 @@
 """The state of a run: all records, and what follows from several of them. Only `facts/` changes it, event by event.
 
-Read by the rules, the coordinator and every auditor. A state is a value: two replays of one log give the same bytes, and
-`state_hash` shows it.
+A state is a value: two replays of one log give the same bytes, and `state_hash` shows it.
 """
 
 from bisect import bisect_left, insort

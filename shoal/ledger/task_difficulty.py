@@ -1,7 +1,6 @@
 """How draws follow solve rates: from the groups of a version to the next draw table.
 
-Used by `facts/pools` and `rules/pools` for a run's log, by `drawn`, and by recipes/one_file.py. Pure: groups and records
-in, a change or a table out. It knows no state, no seed and no policy.
+Pure: groups and records in, a change or a table out. It knows no state, no seed and no policy.
 
 A group's *solve rate* p is the share of its rollouts that are solved. Most can be learned from it at p = 1/2, and nothing
 at 0 or 1. With `curriculum`, an environment's learnability is the mean of 4 p (1 - p) over its latest groups. Its weight is

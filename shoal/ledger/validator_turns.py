@@ -1,7 +1,6 @@
 """Whose turn it is to judge a submission, how long a turn lasts, and which validators nobody waits for.
 
-Called by `rules/verdicts`, which decides by it, by `facts/verdicts`, which books it, and by the coordinator. Pure functions
-of a state and a time. The order of the validators is drawn, see `seeds`.
+Pure functions of a state and a time. The order of the validators is drawn, see `slot_draws`.
 
 A turn passes to the next validator only if the one before gives no verdict for a whole turn. A validator that works
 through its submissions, the oldest first, keeps its turns, however many are waiting. Otherwise a quick liar would judge

@@ -2,8 +2,8 @@
 
 The way of a submission: a first verdict that accepts decides, and the work is paid; a drawn share is judged again
 afterwards. If the first verdict refuses, or calls a slot void, another validator is asked. Two that agree decide, a third
-is asked if they differ, and what nobody can settle ends without pay and without penalty. `weigh` counts; this file turns
-what it finds into events. A slash takes all pay that has not vested.
+is asked if they differ, and what nobody can settle ends without pay and without penalty. `verdict_tally` counts; this file
+turns what it finds into events. A slash takes all pay that has not vested.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

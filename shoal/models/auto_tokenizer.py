@@ -1,7 +1,7 @@
 """A checkpoint's tokenizer, as `AutoTokenizer` of the pinned transformers opens it, without transformers or torch.
 
-Called by the renderer. Besides `tokenizer.json`, three files may add tokens to it or change them, and the class that
-transformers picks may replace parts of it. What would cut, fill up or vary a text is turned off, or refused by name.
+Besides `tokenizer.json`, three files may add tokens to it or change them, and the class that transformers picks may replace
+parts of it. What would cut, fill up or vary a text is turned off, or refused by name.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Which chat templates a checkpoint has, and which one shows tools: what `transformers` would read and pick.
 
-Called by the renderer and by `hub_download`. A file goes before `tokenizer_config.json`. Where there are several templates,
-transformers picks `tool_use` if a conversation has tools, and else `default`. It renders nothing.
+A file goes before `tokenizer_config.json`. Where there are several templates, transformers picks `tool_use` if a
+conversation has tools, and else `default`. It renders nothing.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """Checkpoints on disk: reads HuggingFace directories as if strangers wrote them, and writes them whole or not at all.
 
-Called by the engine and the trainer (`load_policy`, `save_policy`), and by the weights room, which works without torch
-(`tensors_of`); therefore torch is imported late. It never unpickles: `stored` reads safetensors files.
+It never unpickles: `stored` reads safetensors files.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """The shape of a policy: reads a HuggingFace `config.json` strictly, and writes it.
 
-Called by the model, the loader, the renderer and the engine. Light: it imports no torch, and of weights it reads at most
-the embedding and the head, if both are stored though the config says that they are one. It knows four architectures, which
-differ in two switches: Llama and Mistral (neither), Qwen2 (bias on q, k, v), Qwen3 (a norm on each head's query and key).
+Light: it imports no torch, and of weights it reads at most the embedding and the head, if both are stored though the config
+says that they are one. It knows four architectures, which differ in two switches: Llama and Mistral (neither), Qwen2 (bias
+on q, k, v), Qwen3 (a norm on each head's query and key).
 """
 
 import json

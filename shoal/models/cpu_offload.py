@@ -1,8 +1,8 @@
 """Tensors that leave a device for the memory of the CPU, and come back with the same bits.
 
-Called by engines and the trainer between their shifts (`roles/node/device_queue`). A tensor stays the object that it was:
-only the memory behind it is given back, as FSDP does. So views, tied weights, the optimiser's own references and hooks all
-hold when it is back. While it is away, nothing may read it: there is no memory behind it.
+A tensor stays the object that it was: only the memory behind it is given back, as FSDP does. So views, tied weights, the
+optimiser's own references and hooks all hold when it is back. While it is away, nothing may read it: there is no memory
+behind it.
 
 The bytes are copied, never computed again, and torch puts them at addresses with the same alignment as before.
 """

@@ -1,7 +1,6 @@
 """The device that a process computes on: looked for, and set so that the same work gives the same bits.
 
-Called where an engine is opened (`engine/open`), by the trainer, and where a command or a run file names a device. Light:
-torch is imported when a GPU is looked for. It does not deal with models.
+Light: torch is imported when a GPU is looked for. It does not deal with models.
 """
 
 from shoal.errors import ConfigError

@@ -1,7 +1,7 @@
 """What everything but the model itself must know of a policy that `transformers` computes, read from its JSON files.
 
-Called by the renderer, the engine for such policies and the limits of memory. Light: it imports neither torch nor
-transformers, so it knows no defaults of an architecture: what `config.json` leaves out cannot be known here.
+Light: it imports neither torch nor transformers, so it knows no defaults of an architecture: what `config.json` leaves out
+cannot be known here.
 """
 
 import json

@@ -1,9 +1,9 @@
 """A policy of any architecture that `transformers` knows: loaded, examined, and shown through
 `models.interface.PolicyModel`.
 
-Called by `kinds` and by the engine for such policies. Code of a model's author never runs: `transformers` gets a config
-that says nothing about loading, and tensors that we have read ourselves. Each model is examined when it is loaded, by
-running 8 tokens through it, because an architecture that we have not read may compute its logits in a way of its own.
+Code of a model's author never runs: `transformers` gets a config that says nothing about loading, and tensors that we have
+read ourselves. Each model is examined when it is loaded, by running 8 tokens through it, because an architecture that we
+have not read may compute its logits in a way of its own.
 
 Axes: B rows, T tokens of a row, D width, V vocabulary; x any axes.
 """

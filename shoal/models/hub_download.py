@@ -1,10 +1,9 @@
 """Models that come from a hub: `hf:OWNER/NAME@REVISION`, fetched with huggingface_hub into its cache; the base of
 somebody else's run, into a folder that the caller chooses.
 
-Called where a run's policy is looked for, and by nodes that get the base of adapters by themselves. It takes weights in
-safetensors, JSON files and the tokenizer's; never code, and nothing is ever executed. The cache makes a second use, and one
-without network, free. HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and tokens are huggingface_hub's own business. It does not know
-manifests: the caller compares hashes.
+It takes weights in safetensors, JSON files and the tokenizer's; never code, and nothing is ever executed. The cache makes a
+second use, and one without network, free. HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and tokens are huggingface_hub's own
+business. It does not know manifests: the caller compares hashes.
 """
 
 import re

@@ -1,7 +1,6 @@
 """Weights of a hub's model, fetched by a process of its own, which can be ended at any time and is watched meanwhile.
 
-Called by `weights/base_model` on nodes that joined somebody's run: there the host names the model, and the disk has a
-limit. huggingface_hub cannot be interrupted, and stores whatever a server sends. The process ends with ours.
+huggingface_hub cannot be interrupted, and stores whatever a server sends. The process ends with ours.
 """
 
 import logging

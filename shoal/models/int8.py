@@ -5,9 +5,8 @@ in float32, so an actor and its verifier agree as closely as two float32 engines
 multiplication is rounded alike everywhere. So int8 decides which policy samples, and what is sent. It gains no speed here.
 
 Two ways lead to such a policy. The published version may hold the codes (`policy.dtype`): then every matrix has them, also
-embedding and head, which are a quarter of a small model. Else an engine rounds the matrices of the layers when it loads
-the version (`sampling.dtype`). Called by `files`, by the local engine, and for the trainer's denominators. It does not deal
-with activations.
+embedding and head, which are a quarter of a small model. Else an engine rounds the matrices of the layers when it loads the
+version (`sampling.dtype`). It does not deal with activations.
 
 In a file, the codes have the matrix's name, and the scales that name with "_scale".
 

@@ -1,6 +1,5 @@
 """The interface to a policy that learns: what training and its files see of a model, whatever computes it.
 
-Implemented by `model` (our own transformer) and by `hf_model` (any model of `transformers`). Called by `train` and `files`.
 It has no tokenizer and no cache.
 
 Axes: B rows, T tokens of a row, D width, V vocabulary; x any axes.
@@ -73,7 +72,7 @@ class PolicyModel(Protocol):
     def hidden(self, tokens_BT: Tensor, families: Sequence[SharedPrefixGroup] | None = None) -> Tensor:
         """Hidden states after the final norm, [B, T, D], of right-padded rows.
 
-        With `families`, of the one row that holds these conversations; see `packed`.
+        With `families`, of the one row that holds these conversations; see `packed_attention`.
         """
 
     def head_weight(self) -> Tensor | None:

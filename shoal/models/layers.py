@@ -1,7 +1,6 @@
 """The mathematics of one layer, in few operations, for training and generation.
 
-Called by `model`, with gradients, and by the engine's decoder, without. It does not deal with caches or parameter
-names.
+It does not deal with caches or parameter names.
 
 With small tensors, each operation costs microseconds, whatever it computes; with large ones, each is a pass through
 memory. So there are few operations. Query, key and value are one matrix, and so are gate and up. Sums with the residual

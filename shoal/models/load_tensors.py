@@ -1,6 +1,6 @@
 """Reads the values of stored tensors into memory, and demands that they are what a config asks for, and finite.
 
-Called by `files` and `adapters`, which know what the tensors are. torch is imported late.
+torch is imported late.
 """
 
 import itertools

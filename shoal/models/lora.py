@@ -1,7 +1,6 @@
 """Adapters of our own models: how a new one begins, and how one is read from files that a stranger may have written.
 
-Called by `kinds`, by `files`, and by the engine and `train/behaviour_logprobs`, which take one adapter after another over a
-base that they have. The format is that of `peft`: `lora_config` has the config. It does not deal with publication.
+The format is that of `peft`: `lora_config` has the config. It does not deal with publication.
 """
 
 import contextlib

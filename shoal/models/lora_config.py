@@ -1,8 +1,8 @@
 """The shape of a low-rank adapter, and the file that describes it in the format of `peft`.
 
-Called by the model, by files and by run files' checks. Light: it imports no torch and reads no weights. An adapter
-(arXiv:2106.09685) adds (alpha / rank) B A x to what a matrix makes of x. A and B are float32, whatever the policy's
-precision, and the product is never merged into the matrix: in bfloat16, merging rounds small changes away.
+Light: it imports no torch and reads no weights. An adapter (arXiv:2106.09685) adds (alpha / rank) B A x to what a matrix
+makes of x. A and B are float32, whatever the policy's precision, and the product is never merged into the matrix: in
+bfloat16, merging rounds small changes away.
 """
 
 import math

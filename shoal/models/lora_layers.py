@@ -1,7 +1,6 @@
 """Low-rank products beside a layer's matrices, arranged as `layers` needs them.
 
-Called by `model`, with gradients, and by the engine's decoder when it takes another adapter over the same base. It does not
-deal with files or names of parameters.
+It does not deal with files or names of parameters.
 
 Axes: R rank of all adapters of one arranged matrix together, r of one, I inputs, O outputs, X outputs of an arranged
 matrix, D width.

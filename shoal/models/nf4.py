@@ -123,8 +123,8 @@ def _between(device: torch.device) -> Tensor:
 #
 # QLoRA (arXiv:2305.14314 eq. 5).
 #
-# Made by `model`, which has the codes; `layers` multiplies by them, with gradients and without. A product decodes some
-# outputs at a time and forgets them. So does the backward pass, which needs the matrix for the gradient of the inputs;
+# Made by `transformer`, which has the codes; `layers` multiplies by them, with gradients and without. A product decodes
+# some outputs at a time and forgets them. So does the backward pass, which needs the matrix for the gradient of the inputs;
 # the codes never learn.
 #
 # What the policy is, are the decoded weights: a number times a constant in float32, rounded to the dtype that the base

@@ -1,7 +1,6 @@
 """The base of adapters in NF4: made of a model once, written as a directory, and read as a stranger's.
 
-Called by `files`: for the trainer of a run whose base is to be coded, and for everyone who opens such a directory.
-`nf4_config` says which tensors it holds, and `frozen` multiplies by them.
+`nf4_config` says which tensors it holds, and `nf4` multiplies by them.
 
 The host codes and publishes the bytes, also of a model that nodes could get from a hub by themselves. Those would fetch
 four times as much, need room for both, and each repeat the coding. In it a mean is a sum of floats, which may differ in its

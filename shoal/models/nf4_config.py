@@ -1,7 +1,7 @@
 """Which tensors a directory holds whose layers are NF4 codes, and how many bytes such a base takes.
 
-Called where files are checked and where memory is reckoned. Light: it imports no torch. `nf4_checkpoint` reads and writes
-the codes, `frozen` multiplies by them, and `models/nf4` has the formulas.
+Light: it imports no torch. `nf4_checkpoint` reads and writes the codes, `nf4` multiplies by them, and `models/nf4` has
+the formulas.
 
 A matrix NAME, [outputs, inputs], is four tensors: NAME_nf4, two codes to a byte; NAME_constants, one of 8 bits for each 64
 inputs; NAME_scales, one for each 256 constants in order; and NAME_mean, which is added to all constants.

@@ -1,6 +1,6 @@
 """What a directory of a policy holds, by its files and never by what a node says about it; and how it is opened.
 
-Called by everything that opens a policy which may not be one of ours. Light: torch is imported when a model is opened.
+Light: torch is imported when a model is opened.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Several conversations in one row of tokens, without padding, that do not see each other.
 
-Called by `model` for the micro-batches of `train/packing_flat`. The matrix products, which are nearly all of the work, have
-one row for each real token. Attention alone works on padded conversations, some of one family at a time: the conversations
-of a family begin with the same tokens, which are computed once. The mathematics of a layer is in `layers`.
+The matrix products, which are nearly all of the work, have one row for each real token. Attention alone works on padded
+conversations, some of one family at a time: the conversations of a family begin with the same tokens, which are computed
+once. The mathematics of a layer is in `layers`.
 
 Axes: N tokens of the row, n those of one family, P of them shared by its B conversations, S own tokens of the longest,
 D width, K key heads, J queries that share one and the key, E head dimension, X all heads.

@@ -1,7 +1,6 @@
 """How many numbers a policy of some shape consists of, and how many it makes of a token.
 
-Called where memory is reckoned before anything is loaded: `engine/memory_estimate`, `train/memory_estimate`. Pure and
-light. It does not know dtypes, devices or what an engine or a trainer holds at a time.
+Pure and light. It does not know dtypes, devices or what an engine or a trainer holds at a time.
 """
 
 import math
@@ -41,7 +40,7 @@ def layer_parameters_of(spec: ModelConfig | HFConfig) -> int:
 
 
 def critic_parameters_of(spec: ModelConfig | HFConfig) -> int:
-    """The weights of the same layers below a head of one number; see `valued`."""
+    """The weights of the same layers below a head of one number; see `value_head`."""
     own_head = isinstance(spec, ModelConfig) and not spec.tied
     return parameters_of(spec) - (spec.vocab_size * spec.width if own_head else 0) + spec.width
 

@@ -1,7 +1,6 @@
 """How the rotation of a policy's heads is scaled for texts longer than those of its first training.
 
-Called by `spec`, which reads and writes `config.json`, and by `layers`, which rotates. It imports torch late, because
-`spec` is light. It knows three kinds beside the plain rotation (arXiv:2104.09864):
+It imports torch late, because `config` is light. It knows three kinds beside the plain rotation (arXiv:2104.09864):
 
     linear   every frequency divided by `factor` (arXiv:2306.15595)
     yarn     low frequencies divided, high ones kept, a ramp between them, and larger scores (arXiv:2309.00071)

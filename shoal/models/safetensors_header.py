@@ -1,6 +1,6 @@
 """Where the tensors of a safetensors file are, after checking that the file is nothing but what it says.
 
-Called by `files`, `adapters` and `spec`. Light: it reads headers, and of weights only those that may be stored twice.
+Light: it reads headers, and of weights only those that may be stored twice.
 
 A safetensors file: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, the data.
 """

@@ -1,7 +1,7 @@
 """Writes the weights of a policy tensor by tensor, in files with the bytes that the safetensors library writes.
 
-Called by `files` and `nf4_checkpoint`. The library is given all tensors at once; here only one needs to be in memory. In
-int8, a matrix is two tensors, as `int8` has it.
+The library is given all tensors at once; here only one needs to be in memory. In int8, a matrix is two tensors, as `int8`
+has it.
 """
 
 import json

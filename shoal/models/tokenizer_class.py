@@ -1,8 +1,8 @@
 """Which class of transformers opens a checkpoint's tokenizer, and what it builds in the place of what the file says.
 
-Called by `auto_tokenizer`. Most classes take `tokenizer.json` as it is. Some take only its vocabulary and merges, and bring
-their own normalizer, pre-tokenizer and decoder. A test compares the tables with the pinned transformers. Light: it knows
-neither transformers nor torch.
+Most classes take `tokenizer.json` as it is. Some take only its vocabulary and merges, and bring their own normalizer,
+pre-tokenizer and decoder. A test compares the tables with the pinned transformers. Light: it knows neither transformers nor
+torch.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Whether two models read and write the same token ids.
 
-Called by the trainer's role for models that judge what the policy wrote. It compares tokenizers by what they say, not by
-their bytes: the same vocabulary is often saved with other settings. Light: no torch. Chat templates may differ.
+It compares tokenizers by what they say, not by their bytes: the same vocabulary is often saved with other settings. Light:
+no torch. Chat templates may differ.
 """
 
 from pathlib import Path

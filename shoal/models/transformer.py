@@ -1,8 +1,7 @@
 """The language model: a decoder-only transformer with the parameter names of the HuggingFace checkpoint.
 
-Called by the trainer (with gradients), by `files` and `tiny`, and by the engine, which rearranges its weights for
-generation. It has no tokenizer, no sampling and no cache; the mathematics is in `layers`. Axes: B rows, T tokens, D
-width, H query heads, K key/value heads, E head dimension, V vocabulary.
+It has no tokenizer, no sampling and no cache; the mathematics is in `layers`. Axes: B rows, T tokens, D width, H query
+heads, K key/value heads, E head dimension, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +56,7 @@ class Transformer(nn.Module):
     def forward(self, tokens_BT: Tensor, families: Sequence[SharedPrefixGroup] | None = None) -> Tensor:
         """Hidden states after the final norm, [B, T, D], of right-padded rows; see `layers.hidden_states`.
 
-        With `families`, of the one row that holds these conversations; see `packed`.
+        With `families`, of the one row that holds these conversations; see `packed_attention`.
         """
         frame = self.frame()
         if families is None:

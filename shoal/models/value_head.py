@@ -1,9 +1,9 @@
 """A model whose head gives one number instead of a vocabulary: a critic's value of a state, or a reward model's score.
 
-Called by the trainer, and by whatever trains a reward model. The files are those of a Hugging Face model for sequence
-classification with one label: the tensors of a policy's layers, and one named score.weight, [1, D], in the place of the
-head over the vocabulary. So `transformers` opens what is written here, and a reward model from elsewhere is read strictly,
-as a stranger's policy is. The number of a text is that at its last token.
+The files are those of a Hugging Face model for sequence classification with one label: the tensors of a policy's layers,
+and one named score.weight, [1, D], in the place of the head over the vocabulary. So `transformers` opens what is written
+here, and a reward model from elsewhere is read strictly, as a stranger's policy is. The number of a text is that at its
+last token.
 
 Axes: B rows, T tokens of a row, D width; x any axes.
 """

@@ -1,8 +1,7 @@
 """A run followed by its monitors: the log's events and the metrics come in, changes of alarms come out.
 
-Used by `launch/alarms`, and by tests and benchmarks on logs that are already there. A step is looked at when the log
-has the version that it made, so that a second reading of the same log and metrics comes to the same alarms at the same
-steps.
+A step is looked at when the log has the version that it made, so that a second reading of the same log and metrics comes to
+the same alarms at the same steps.
 """
 
 from bisect import bisect_right

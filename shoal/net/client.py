@@ -1,8 +1,8 @@
 """A node's side of HTTP: signed calls, repeated until they are answered or a deadline passes.
 
-Called by every role that talks to a coordinator. One `Client` keeps connections to one server. All our calls are
-idempotent, so each may be repeated. A refusal becomes an error of the `PeerError` family. The client waits out network
-trouble, and reports it while it lasts. Once the run has answered, another program at its URL is such trouble, too.
+One `Client` keeps connections to one server. All our calls are idempotent, so each may be repeated. A refusal becomes an
+error of the `PeerError` family. The client waits out network trouble, and reports it while it lasts. Once the run has
+answered, another program at its URL is such trouble, too.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Limits on a server's connections: how many it holds, and how long each may take, before any request is read.
 
-Called by what serves strangers: the roles coordinator, origin, stage and offering, and the page. They get a uvicorn server
-from `http_server`. Each connection is a `Connection`, which adds limits to uvicorn's own class; `Connections` counts them
-by address. This file reads no body and no signature: the `Gate` does.
+They get a uvicorn server from `http_server`. Each connection is a `Connection`, which adds limits to uvicorn's own class;
+`Connections` counts them by address. This file reads no body and no signature: the `Gate` does.
 """
 
 import asyncio

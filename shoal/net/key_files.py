@@ -1,7 +1,7 @@
 """Private keys on disk, readable only by their owner.
 
-Called by the CLI and by roles at start. A key file holds the 32 secret bytes in hex. It is written whole, with mode
-0600 from the start, and never overwritten. A file that others can read is refused.
+A key file holds the 32 secret bytes in hex. It is written whole, with mode 0600 from the start, and never overwritten. A
+file that others can read is refused.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Make an OpenAPI 3.1 document from a table of calls, so that the server and its description cannot differ.
 
-Called by roles that serve. It defines no calls itself.
+It defines no calls itself.
 """
 
 import re

@@ -1,8 +1,7 @@
 """Sorts errors of a connection into those worth another attempt (`RetryableError`) and those that need a person
 (`PeerError`).
 
-Called by `client` around each attempt, and by others that call a server. It explains errors of sockets, TLS and HTTP in one
-line. It does not try again. Of an answer it reads only how long to wait.
+It explains errors of sockets, TLS and HTTP in one line. It does not try again. Of an answer it reads only how long to wait.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """The serving side of HTTP, for the coordinator: what a request passes before a role sees it.
 
-Called by roles that serve. A `Gate` checks in this order: rate of the address, declared size, signature, rate of the
-key, then whatever the role asks of the sender; only then does it read the body, within limits of time. `application`
-turns every error of the `ShoalError` and wire families into a `types.Refusal` with the right status. This file defines
-no route, and does not decide who may make which call.
+A `Gate` checks in this order: rate of the address, declared size, signature, rate of the key, then whatever the role asks
+of the sender; only then does it read the body, within limits of time. `application` turns every error of the `ShoalError`
+and wire families into a `types.Refusal` with the right status. This file defines no route, and does not decide who may make
+which call.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """How many workers keep a trainer busy: the rule of ECHO-2 (arXiv:2602.02192), for workers on their own links.
 
-Used by `forecast`. We derived the rule from what the paper says it consists of, and have not compared it with the paper's
-formula. With a new version every kappa steps, R rollouts a step, T seconds of training a step and B seconds of broadcast,
-the trainer never waits if the workers' rate is
+We derived the rule from what the paper says it consists of, and have not compared it with the paper's formula. With a new
+version every kappa steps, R rollouts a step, T seconds of training a step and B seconds of broadcast, the trainer never
+waits if the workers' rate is
 
     mu >= kappa R / (kappa T - B),
 

@@ -1,8 +1,7 @@
 """A run in simulated time: how long its steps take, who waits for whom, and how many bytes go where.
 
-Called by `forecast` and by the benchmark that compares it with measured runs. Leases, batches and versions are decided by
-the ledger's own rules, so only machines and links are models: they take the times that `Setting` gives. Pure: the same
-setting gives the same outcome.
+Leases, batches and versions are decided by the ledger's own rules, so only machines and links are models: they take the
+times that `Setting` gives. Pure: the same setting gives the same outcome.
 """
 
 import random

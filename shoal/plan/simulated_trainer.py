@@ -1,6 +1,6 @@
 """The trainer of a simulated run, as `roles/trainer` works: it publishes a version beside the next step.
 
-Used by `simulate`. It knows no batch: it is told whether one is there.
+It knows no batch: it is told whether one is there.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """What a run takes in memory, on disk and for each version, by its run file alone.
 
-Used by `forecast`. All results are bytes. A worker's memory is that of the embedded engine, as `engine/memory_estimate` has
-it.
+All results are bytes. A worker's memory is that of the embedded engine, as `engine/memory_estimate` has it.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What all nodes must agree on about audits: which groups are audited, what they pay, and what a verdict may say.
 
-Used by validators, by auditors, and by the rules, which refuse a verdict that audits other groups. Pure.
+Pure.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Which accepted groups may be continued, and how large they are: what all who read a parent's bytes must agree on.
 
-Called by workers, validators and auditors, each of whom gets the bytes from somebody else, and by the coordinator. Pure.
+Pure.
 """
 
 from shoal.protocol.branching import num_rollouts

@@ -1,8 +1,7 @@
 """Continuations: which rollouts are continued, from where, how often, and with which seeds.
 
-Called by the rules, workers, validators, auditors and the trainer. All follows from the bytes of the accepted group, its
-parent, and from the run's settings, so neither the log nor a lease lists any place. Pure. What continuations are worth is
-for `algos/vineppo`.
+All follows from the bytes of the accepted group, its parent, and from the run's settings, so neither the log nor a lease
+lists any place. Pure. What continuations are worth is for `algos/vineppo`.
 
 A block of continuations belongs to a block of parents: its number is the parents' plus FIRST_BLOCK, and the numbers of its
 slots follow from that as always. So all that the log says of blocks and slots holds for it, too.

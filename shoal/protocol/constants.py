@@ -1,6 +1,6 @@
 """Numbers that every node of a run must agree on, with what breaks when one changes.
 
-Read by every room. Nothing here is configurable: a run that needs another value is another protocol version.
+Nothing here is configurable: a run that needs another value is another protocol version.
 """
 
 PROTOCOL_VERSION = 1

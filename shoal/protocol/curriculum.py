@@ -1,7 +1,6 @@
 """How the draws of a run follow solve rates: what the first event of its log says, if its run file asks for it.
 
-Read by the ledger and by recipes/one_file.py. `config` makes it from a run file. The rules that it gives numbers to are
-in `ledger/task_difficulty`.
+`config` makes it from a run file. The rules that it gives numbers to are in `ledger/task_difficulty`.
 """
 
 from shoal.protocol.messages import Message

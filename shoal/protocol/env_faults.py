@@ -1,6 +1,6 @@
 """Rollouts on which an environment failed: what of a group counts without them, and which verdicts may name them.
 
-Called by validators, the rules, the trainer and auditors. Pure. Why an environment failed is for `envs/exceptions`.
+Pure. Why an environment failed is for `envs/exceptions`.
 """
 
 import math

@@ -1,6 +1,5 @@
 """Whether a submitted group is the one that the host's stage played.
 
-Called by the coordinator, which refuses a submission that differs, and by validators and auditors, who compare again.
 Pure. It plays nothing: a `Record` says what the stage has played.
 """
 

@@ -1,8 +1,7 @@
 """How large the messages of a run can become, and so what a run file may ask for and how much a lease may hold.
 
-Called by `config`, which refuses a run whose block or batch fits no message; by the rules, which size leases; and by those
-who receive submissions. Pure. Each bound encodes the widest example of what a message repeats, so a new field is counted
-without a change here. `tests/protocol/test_message_sizes.py` compares the bounds with real messages.
+Pure. Each bound encodes the widest example of what a message repeats, so a new field is counted without a change here.
+`tests/protocol/test_message_sizes.py` compares the bounds with real messages.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,4 @@
-"""How a relay proves that it serves at a URL: it signs a nonce that the coordinator asks for there.
-
-Called by relays and by the coordinator.
-"""
+"""How a relay proves that it serves at a URL: it signs a nonce that the coordinator asks for there."""
 
 from shoal.protocol import encoding
 from shoal.protocol.signing import Key, verify_signature

@@ -1,7 +1,6 @@
 """How a run shapes the rewards of an environment: what `[envs.shaping]` of a run file says, and its first event.
 
-Read by `envs/run_settings`, which computes the terms from the tokens, so that every role finds the same reward. No formula
-is here: those are in `algos`. Each term is a named part of the score; left out, it does not exist.
+No formula is here: those are in `algos`. Each term is a named part of the score; left out, it does not exist.
 """
 
 import msgspec

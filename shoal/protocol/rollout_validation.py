@@ -1,8 +1,7 @@
 """Which bytes of rollouts a model may read: the one judgement that validators, the trainer and `shoal calibrate` share.
 
-Called by the check `shape`, by `train/rows` and for recordings of other machines. So what a validator accepts, the
-trainer can learn from. Pure: limits are arguments. It does not check lease, environment or rules of play; `shape` adds
-those.
+So what a validator accepts, the trainer can learn from. Pure: limits are arguments. It does not check lease, environment or
+rules of play; `format` adds those.
 
 Axes: G rollouts, N tokens of all rollouts in a row, L log-probs of all rollouts.
 """

@@ -1,7 +1,7 @@
 """The randomness of a run, from one secret: the chain, and the seeds of slots, samples and rows.
 
-Called by the coordinator (which holds the secret) and by every verifier. `noise` makes noise from a seed. It uses no clock
-and no randomness of the operating system. `docs/explanation/trust.md` gives the reasons.
+`noise` makes noise from a seed. It uses no clock and no randomness of the operating system. `docs/explanation/trust.md`
+gives the reasons.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Who sent or signed something: Ed25519 keys, signatures bound to a purpose, and signed HTTP requests.
 
-Called by `net` for every request, by roles for receipts and by `weights` for manifests. It does no I/O and has no clock:
-`net/key_files` reads key files, and the time is an argument.
+It does no I/O and has no clock: `net/key_files` reads key files, and the time is an argument.
 
 Requests follow RFC 9421 (HTTP Message Signatures) with Content-Digest (RFC 9530), for one fixed list of components:
 method, path, query, body digest, and our headers where they are sent: `shoal-run` (the run the sender means),

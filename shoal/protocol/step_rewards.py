@@ -1,7 +1,7 @@
 """Rewards of turns and steps: how they divide a rollout's reward, which verdicts may say so, and whose each token is.
 
-Called by those who replay rollouts, by the rules, and by the trainer. Pure. It knows neither environments, which say what a
-turn or step earns, nor the formulas of `algos`, which make advantages of it.
+Pure. It knows neither environments, which say what a turn or step earns, nor the formulas of `algos`, which make advantages
+of it.
 
 The rewards of a rollout's steps add up to its reward by one rule: the last step earns what the others left, which
 `left_over` computes with a single rounding. So all who follow the rule find the same bits.

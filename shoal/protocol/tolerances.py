@@ -1,6 +1,5 @@
 """How far honest arithmetic may differ between the engine that samples and the one that replays.
 
-Called by the checks and by the ledger's evidence, which must use the same bounds, by the trainer, and for each run file.
 A key of `Rules.bounds` is "SAMPLED/RECOMPUTED". Each side is the dtype of the embedded engine, or KIND:DTYPE of another
 kind, such as "remote:bfloat16/float32".
 

@@ -1,7 +1,7 @@
 """The origin: the process that serves the chunks and manifests of a run, so that the coordinator sends no bulk.
 
-Started by the launcher beside the coordinator. It reads one folder, in which every file is public, and writes nothing
-there. It knows no run, no log and no key. If it is gone, clients fetch from the coordinator.
+It reads one folder, in which every file is public, and writes nothing there. It knows no run, no log and no key. If it is
+gone, clients fetch from the coordinator.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The validator: takes submissions one by one, recomputes what they claim, and sends a verdict on each.
 
-Started by the host for its own validators, or by `shoal validate URL` with a key that the host admitted. The checks
-are in `proofs/`. This role gives them the environments, the policy version and, for audited groups, one prefill.
+The checks are in `verification/`. This role gives them the environments, the policy version and, for audited groups, one
+prefill.
 """
 
 import asyncio

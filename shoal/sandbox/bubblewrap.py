@@ -1,7 +1,7 @@
 """A sandbox that bubblewrap makes from namespaces.
 
-Called by `sandbox/sandbox`. Every namespace is new. The root holds only what `sandbox/filesystem` shows, read-only except
-for scratch directories of limited size. There is no network, no capability and no variable of our environment.
+Every namespace is new. The root holds only what `sandbox/filesystem` shows, read-only except for scratch directories of
+limited size. There is no network, no capability and no variable of our environment.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Control groups: through them the kernel counts and limits the memory and processes of a whole sandbox.
 
-Called by `sandbox/sandbox`. Root may nearly always make groups; an ordinary user only where its own group was delegated to
-it. Without a group the other limits remain: rlimits, sizes of file systems, and the checks of `sandbox/usage`.
+Root may nearly always make groups; an ordinary user only where its own group was delegated to it. Without a group the other
+limits remain: rlimits, sizes of file systems, and the checks of `sandbox/usage`.
 """
 
 import contextlib

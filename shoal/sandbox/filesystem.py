@@ -1,7 +1,7 @@
 """What a sandbox shows of this machine: the interpreter, its libraries, and what the caller names. All of it read-only.
 
-Used by `sandbox/bubblewrap`. Nothing of /home, /root, /etc, /run, /var or /sys is shown, except
-/etc/ld.so.cache, and the directories of the interpreter and of packages if they are there.
+Nothing of /home, /root, /etc, /run, /var or /sys is shown, except /etc/ld.so.cache, and the directories of the interpreter
+and of packages if they are there.
 """
 
 import os

@@ -1,6 +1,6 @@
 """What one piece of foreign code may take, and how its run can end.
 
-Used by everything that starts or calls foreign code. It starts no process.
+It starts no process.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Warm interpreters in sandboxes, which run one snippet after another.
 
-Called by code that runs a policy's or a stranger's Python: environments with tools, tests of code. Each place of the
-pool is a sandbox with a zygote (`sandbox/init`) that has done the pool's imports. Each snippet is a fork of the
-zygote in new namespaces, so nothing of it reaches the next one. A call blocks only its own thread; from asyncio, use
+Each place of the pool is a sandbox with a zygote (`sandbox/init`) that has done the pool's imports. Each snippet is a fork
+of the zygote in new namespaces, so nothing of it reaches the next one. A call blocks only its own thread; from asyncio, use
 `soon`.
 """
 

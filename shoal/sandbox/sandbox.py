@@ -1,7 +1,6 @@
 """One running sandbox: starts it, exchanges frames with it, watches its limits, and ends it with every process in it.
 
-Used by `sandbox/pool` and `sandbox/sandboxed_process`. A call blocks only its own thread, and only until its deadline. This
-file does not know what the frames mean.
+A call blocks only its own thread, and only until its deadline. This file does not know what the frames mean.
 """
 
 import contextlib

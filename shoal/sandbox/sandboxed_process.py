@@ -1,8 +1,7 @@
 """A foreign program that stays in a sandbox and answers one request after another.
 
-Called by roles that hold a conversation with foreign code: an environment of a package, a stranger's tokenizer.
-Requests and answers are frames (4 bytes of length, big-endian, then the bytes) on the program's standard input and
-output. The caller and the program agree on what the bytes mean.
+Requests and answers are frames (4 bytes of length, big-endian, then the bytes) on the program's standard input and output.
+The caller and the program agree on what the bytes mean.
 """
 
 import time

@@ -1,7 +1,6 @@
 """Tests at start what this machine's sandbox really stops, and so what a node may run.
 
-Called by roles before they run foreign code, and by `shoal doctor`. Each probe runs in the real sandbox. If one fails,
-the node runs no foreign code.
+Each probe runs in the real sandbox. If one fails, the node runs no foreign code.
 """
 
 import os

@@ -1,8 +1,7 @@
 """AdamW with its moments in 8 bits a value: blockwise dynamic quantisation (arXiv:2110.02861, section 2).
 
-Called by `train/optimiser` with a piece of a matrix at a time, so that float32 moments of a whole matrix never exist. Pure:
-weights, gradient and moments in; new weights and moments out. On one machine, the same values give the same bits: nothing
-is drawn, and ties go to the lower code.
+Pure: weights, gradient and moments in; new weights and moments out. On one machine, the same values give the same bits:
+nothing is drawn, and ties go to the lower code.
 
     symbol   meaning
     theta    weights

@@ -1,8 +1,7 @@
 """Which groups and rollouts of a batch the trainer may learn from: a second check of signal and staleness, and of length.
 
-Called by `roles/trainer` between `train/rows` and `train/learner`. The coordinator fills batches by the same two rules. The
-trainer applies them itself, so that no coordinator can make it learn from rollouts that are too old.
-It knows nothing of tokens or tensors.
+The coordinator fills batches by the same two rules. The trainer applies them itself, so that no coordinator can make it
+learn from rollouts that are too old. It knows nothing of tokens or tensors.
 
 Some algorithms learn nothing from rollouts that a token limit ended. That is decided here, because the ledger counts
 groups. Such rollouts stay in the divisor of the average, as in TRL.

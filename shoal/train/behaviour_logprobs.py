@@ -1,7 +1,6 @@
 """The trainer's own denominators of the importance ratio, for runs in which it must not take those that workers claim.
 
-Called by `roles/trainer` and `recipes/one_file.py` before a step, if `claims_bend_ratios` is true of the run. Where
-honest machines differ as much as in bfloat16, the checks cannot stop a worker from claiming log-probs that mute or
+Where honest machines differ as much as in bfloat16, the checks cannot stop a worker from claiming log-probs that mute or
 amplify its tokens. So the trainer computes each row's log-probs itself, with the published bytes of the version that
 sampled the row. It does so in its own precision, so that rounding does the same to both sides of the ratio. These log-probs
 depend on the version and the tokens alone, so no worker can change them, and a step that is repeated has the same bits. It

@@ -1,7 +1,6 @@
 """The trainer's own state on disk: written whole or not at all, checked when read, with the last two states kept.
 
-Called by `roles/trainer` at start, and after every step or every few, and by `together`. The state is never published:
-`models/checkpoint` writes policies for others. It handles named tensors, not a model.
+The state is never published: `models/checkpoint` writes policies for others. It handles named tensors, not a model.
 
     trainer/v000012/state.safetensors   weights and moments, float32; 8-bit moments as uint8 with float32 scales
     trainer/v000012/shard-*.safetensors the same of several processes, see `distributed.checkpoint`: either can resume from

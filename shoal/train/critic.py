@@ -1,9 +1,8 @@
 """The critic: what a rollout is still expected to earn, before each of its tokens, learned beside the policy.
 
-Called by `train/learner`, in runs with `advantage = "gae"`; other runs load nothing. It begins as the layers of the run's
-first policy below a head of zeros, and has an optimiser of its own, so its loss needs no weight beside the policy's. It
-belongs to the trainer's state and is never published: no other node needs it, because a step that is repeated from its
-state gives the same credit. It knows neither the policy that learns nor its loss.
+It begins as the layers of the run's first policy below a head of zeros, and has an optimiser of its own, so its loss needs
+no weight beside the policy's. It belongs to the trainer's state and is never published: no other node needs it, because a
+step that is repeated from its state gives the same credit. It knows neither the policy that learns nor its loss.
 
 Axes: P policy tokens of a row, N of a micro-batch, T of a rollout.
 """

@@ -1,8 +1,8 @@
 """One training step: rows in, a changed model and the step's metrics out.
 
-Called by `roles/trainer`, `train/sft` and `recipes/one_file.py`. The learner does not know the algorithm: rows carry
-advantages, weights and behaviour log-probs, and an objective turns them into a number. It does not deal with batches,
-the network or files. The same state, rows and thread count give the same bits.
+The learner does not know the algorithm: rows carry advantages, weights and behaviour log-probs, and an objective turns them
+into a number. It does not deal with batches, the network or files. The same state, rows and thread count give the same
+bits.
 
 Axes: N policy tokens of a micro-batch, P policy tokens of a row.
 """

@@ -1,6 +1,6 @@
 """What a model gives the tokens of rows: the forward pass that the loss, the self-check and the denominators share.
 
-Called by `train/learner` and `train/behaviour_logprobs`. It does not use the loss, the optimiser or a worker's claims.
+It does not use the loss, the optimiser or a worker's claims.
 
 Axes: B rows of a micro-batch, T input tokens, D width, N policy tokens of a micro-batch, V vocabulary,
 P policy tokens of a row.

@@ -1,7 +1,7 @@
 """From an algorithm's settings to its loss over per-token tensors: the only place in `train/` that knows losses.
 
-Called by `train/learner` (by the settings) and by `train/sft`. An objective sees the tokens of one micro-batch and the
-number of policy tokens in the whole batch; it does not deal with the model, the optimiser or rows.
+An objective sees the tokens of one micro-batch and the number of policy tokens in the whole batch; it does not deal with
+the model, the optimiser or rows.
 
 Axes: N policy tokens of a micro-batch.
 """

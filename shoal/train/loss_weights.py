@@ -1,7 +1,7 @@
 """What a step's rows count, by the run's algorithm: the part of the loss that is decided before micro-batches are made.
 
-Called by `train/learner`. An average over rollouts or prompts needs the whole batch, and a micro-batch has only some rows.
-So it becomes a weight of each token, and a loss divides by nothing but the number of policy tokens. It uses no model.
+An average over rollouts or prompts needs the whole batch, and a micro-batch has only some rows. So it becomes a weight of
+each token, and a loss divides by nothing but the number of policy tokens. It uses no model.
 
 Axes: P policy tokens of a row.
 """

@@ -1,10 +1,9 @@
 """float32 masters of a policy that computes in another precision or on another device: what the optimiser changes.
 
-Called by `train/learner`, if `train.dtype` is bfloat16 or the moments are offloaded. The module's parameters are the
-masters rounded to its precision, so in bfloat16 they are exactly the bytes that are published. A step is often smaller than
-a bfloat16 can show: the master keeps the rest (arXiv:1710.03740). For the same reason, gradients of micro-batches are
-summed in float32, parameter by parameter while a backward pass goes on, so bfloat16 gradients of the whole model never
-exist.
+The module's parameters are the masters rounded to its precision, so in bfloat16 they are exactly the bytes that are
+published. A step is often smaller than a bfloat16 can show: the master keeps the rest (arXiv:1710.03740). For the same
+reason, gradients of micro-batches are summed in float32, parameter by parameter while a backward pass goes on, so bfloat16
+gradients of the whole model never exist.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """How much memory a trainer needs for a policy, before anything is loaded: bytes by what they are for.
 
-Called by `launch/memory_plan`, and `predict` reads its constant here. Light: it imports no torch. The figures are upper
-bounds; `tests/train/test_memory_estimate.py` compares them with what a learner takes.
+Light: it imports no torch. The figures are upper bounds; `tests/train/test_memory_estimate.py` compares them with what a
+learner takes.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The optimiser of a training step: AdamW over a module's parameters or over their masters, with the moments asked for.
 
-Called by `train/learner`, which computes gradients and knows neither masters nor moments. All forms take the same steps, up
-to the rounding of 8-bit moments. What it holds for each parameter during a step, in bytes:
+All forms take the same steps, up to the rounding of 8-bit moments. What it holds for each parameter during a step, in
+bytes:
 
     dtype      moments     module  master  moments  gradient
     ""         float32          4       -        8         4

@@ -1,8 +1,7 @@
 """Pack rows of different lengths into micro-batches without padding, and choose between this form and that of `pack`.
 
-Called by `train/learner`, by the run file's `train.packing`. In the flat form, the rows of a group are one family, whose
-common start is computed once. Families fill micro-batches of at most a budget of tokens, all of them real. The order
-depends only on the rows, so the same rows always give the same sums.
+In the flat form, the rows of a group are one family, whose common start is computed once. Families fill micro-batches of at
+most a budget of tokens, all of them real. The order depends only on the rows, so the same rows always give the same sums.
 
 Axes: N policy tokens of a micro-batch.
 """

@@ -1,8 +1,8 @@
 """Pack rows into micro-batches, by group or by length, padded on the right, within a budget of padded tokens.
 
-Called by `train/learner`. If the rows of a group share a micro-batch, their prompt is computed once. Sorting by length
-keeps padding small. A right-padded row needs no mask, because a causal model never looks ahead. The order depends only
-on the rows, so the same rows always give the same sums. It knows of the model only when it shares a prompt.
+If the rows of a group share a micro-batch, their prompt is computed once. Sorting by length keeps padding small. A
+right-padded row needs no mask, because a causal model never looks ahead. The order depends only on the rows, so the same
+rows always give the same sums. It knows of the model only when it shares a prompt.
 
 Axes: B rows of a micro-batch, T input tokens, N policy tokens of a micro-batch.
 """

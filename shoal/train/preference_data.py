@@ -1,6 +1,6 @@
 """Lines of a file of pairs: the form that each must have, whatever the policy.
 
-Read by `jobs/preferences`, and by `launch/stage_jobs` before the first stage begins. Light: it knows no tokenizer.
+Light: it knows no tokenizer.
 """
 
 import codecs

@@ -1,8 +1,8 @@
 """Learning from pairs of answers of which one is preferred: a policy by DPO, or a reward model by its scores.
 
-Called by `jobs/preferences`. A pair is two rows with the same prompt, and always in one micro-batch. The formulas are in
-`algos/preferences` and `algos/preferences`. It does not deal with the source of the pairs, with files or with the network.
-The same model, pairs, settings and number of threads give the same bits.
+A pair is two rows with the same prompt, and always in one micro-batch. The formulas are in `algos/preferences` and
+`algos/preferences`. It does not deal with the source of the pairs, with files or with the network. The same model, pairs,
+settings and number of threads give the same bits.
 
 Axes: B pairs of a micro-batch, K rows of it (the chosen ones first), T input tokens, N policy tokens of a micro-batch.
 """

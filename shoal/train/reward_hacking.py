@@ -1,7 +1,6 @@
 """What a batch shows of reward hacking, as metrics: do its rollouts repeat themselves, and does reward follow length?
 
-Called by `roles/trainer/batches` once a step. `shoal/monitors/reward_hacking` judges the figures. Nothing is learned from
-them.
+`shoal/monitors/reward_hacking` judges the figures. Nothing is learned from them.
 
 Axes: P policy tokens of a rollout.
 """

@@ -1,6 +1,6 @@
 """Rows as bytes: what the trainer's journal keeps, and what the processes of a trainer send each other.
 
-Called by `roles/trainer/state` and `train/distributed/messages`. What a step needs of a row comes back with all bits.
+What a step needs of a row comes back with all bits.
 """
 
 from typing import Any

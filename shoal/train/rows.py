@@ -1,9 +1,8 @@
 """Rows: what the trainer learns from, made from the bytes of groups and the rewards that validators recomputed.
 
-Called by `roles/trainer` for each member of a batch, and by `train/sft` for scripted games. A worker's bytes are
-checked here again, with the function that validators use: nothing that a worker claims reaches the model but token ids
-within the vocabulary and finite log-probabilities. Rewards come from the batch, never from the worker. It uses neither
-model nor formulas: `ledger/group_signal` decides what a rollout is worth.
+A worker's bytes are checked here again, with the function that validators use: nothing that a worker claims reaches the
+model but token ids within the vocabulary and finite log-probabilities. Rewards come from the batch, never from the worker.
+It uses neither model nor formulas: `ledger/group_signal` decides what a rollout is worth.
 
 Axes: T tokens of one row, P tokens of it that the policy wrote and learns from, G rollouts of a group.
 """

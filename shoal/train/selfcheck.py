@@ -1,9 +1,7 @@
 """At start-up, check that generation and training see the same policy by replaying one completion.
 
-Called by `roles/trainer` before it learns anything, with the longest row that the current version sampled: where a model
-changes with the length of a text, that row shows it. A wrong mask, temperature or tokenizer shows as a difference in nats;
-two honest implementations differ by about 1e-5 in float32. The role, not this file, decides what to do about a difference.
-It does not know what made the row.
+A wrong mask, temperature or tokenizer shows as a difference in nats; two honest implementations differ by about 1e-5 in
+float32. The role, not this file, decides what to do about a difference. It does not know what made the row.
 """
 
 from collections.abc import Sequence

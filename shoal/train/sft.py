@@ -1,7 +1,7 @@
 """Supervised fine-tuning on scripted players' games: the cold start before RL.
 
-Called by `shoal sft` and by tests. The caller plays the games and passes token ids with their authors; this file uses
-neither environment nor tokenizer. The seed alone decides the examples of each step.
+The caller plays the games and passes token ids with their authors; this file uses neither environment nor tokenizer. The
+seed alone decides the examples of each step.
 """
 
 import logging

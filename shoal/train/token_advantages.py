@@ -1,8 +1,8 @@
 """What each token of a group's rollouts is worth: the rollout's advantage, or that of its turn or step.
 
-Called by `train/rows`. The rewards of continuations are those that validators recomputed, in the order of
-`protocol/branching`, and the places follow from the group's bytes. So no bytes of a continuation are read here. The
-rewards of turns and steps are those that validators recomputed, too, with the tokens at which each ends.
+The rewards of continuations are those that validators recomputed, in the order of `protocol/branching`, and the places
+follow from the group's bytes. So no bytes of a continuation are read here. The rewards of turns and steps are those that
+validators recomputed, too, with the tokens at which each ends.
 
 Axes: G rollouts of the group, S steps of one rollout, P tokens of it that the policy learns from.
 """

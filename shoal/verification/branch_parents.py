@@ -1,7 +1,6 @@
 """The accepted groups that a lease of continuations names, out of the bodies of their submissions.
 
-Called by validators, auditors and the coordinator, who may read whole submissions. Bodies are large and a lease may name
-many, so they are read one after another, and of each only the named groups are kept.
+Bodies are large and a lease may name many, so they are read one after another, and of each only the named groups are kept.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,7 +1,7 @@
 """What a check can read, and what it can answer. Each check gets one `Context`, with tools that a role provides.
 
-Called by `verify`. The environments, their replay and the model are in other rooms, so a role passes them in, and a
-check sees only what is in this file. Everything is computed when a check first asks for it, and only once.
+The environments, their replay and the model are in other rooms, so a role passes them in, and a check sees only what is in
+this file. Everything is computed when a check first asks for it, and only once.
 
 Axes: G rollouts of a group, T tokens of a rollout, P tokens of a rollout that the policy wrote.
 """

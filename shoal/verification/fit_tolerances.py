@@ -1,7 +1,6 @@
 """Measure honest numerical noise: propose bounds that it passes, and say what those bounds can detect.
 
-Called by `shoal calibrate`, which plays and replays. It uses neither model nor run file: arrays in, bounds and rows
-out.
+It uses neither model nor run file: arrays in, bounds and rows out.
 
 Axes: N tokens, counted once for each replay; P tokens, counted once.
 """

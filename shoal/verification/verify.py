@@ -1,7 +1,7 @@
 """Judge a submission: return one verdict for each slot of its lease, whatever bytes came in.
 
-Called by validators, and by auditors who repeat a validator's work. It uses neither network nor model; `Tools` provides
-what it needs. A stranger's fault is returned as data. An exception means that the fault is ours.
+It uses neither network nor model; `Tools` provides what it needs. A stranger's fault is returned as data. An exception
+means that the fault is ours.
 
 Checks that need no model run on every group, in order, and the first failure decides. Groups that pass and are drawn
 for audit share one prefill; the audit checks read its scores. There the first hard failure decides, or else the first.

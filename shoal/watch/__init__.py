@@ -19,8 +19,8 @@ and the host's folder with its run key. All texts are strangers': they may hold 
 
 `tables` has the same as rows (`rows_of(run, "nodes")`, `TABLES`, `as_csv`), with the unit and meaning of each column.
 
-`opened` has the same for `shoal.open`: each table as a `Frame` (polars, pandas, Arrow), and single rollouts with what the
-weights say of their tokens. `live` draws steps as they come.
+`notebook_run` has the same for `shoal.open`: each table as a `Frame` (polars, pandas, Arrow), and single rollouts with what
+the weights say of their tokens. `live` draws steps as they come.
 
 `index` is a page's own SQLite file, of one run or several. A `Builder` fills it in a thread, a `Look` answers questions:
 

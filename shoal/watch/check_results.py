@@ -1,7 +1,7 @@
 """What each check of the validators says about a group, as it was sent or with a claim that the caller made up.
 
-Called by `rollout`. The checks are those of `verification`, with the auditor's tools. Unlike a verdict, which names the
-first failure, this tells of every check that can run.
+The checks are those of `verification`, with the auditor's tools. Unlike a verdict, which names the first failure, this
+tells of every check that can run.
 """
 
 import asyncio

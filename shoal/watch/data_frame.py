@@ -1,7 +1,7 @@
 """A table of a run for a program or a notebook: rows with documented columns, as polars, pandas, Arrow or `datasets`.
 
-Called by `opened`. Each library is imported when it is asked for; none is needed for the rows themselves. Cells that hold
-a list or a table become JSON. Texts are strangers', as they are: only what a notebook shows is escaped.
+Each library is imported when it is asked for; none is needed for the rows themselves. Cells that hold a list or a table
+become JSON. Texts are strangers', as they are: only what a notebook shows is escaped.
 """
 
 import html

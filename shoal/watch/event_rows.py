@@ -1,7 +1,6 @@
 """Rows of what single events say: the timeline, verdicts, refusals.
 
-Called by `tables` for a whole log, and by `index` for each event as it comes. Pure. A row is a dict of plain values; its
-`seq` is the number of the event that says so.
+Pure. A row is a dict of plain values; its `seq` is the number of the event that says so.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """One sentence for each event of a log, for a timeline.
 
-Called by `rows`. Names and reasons in it are strangers' text: code that shows it must escape it. Keys and digests
-are cut, because the event itself has them whole.
+Names and reasons in it are strangers' text: code that shows it must escape it. Keys and digests are cut, because the event
+itself has them whole.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Steps of a run drawn as they come: curves in a notebook, one line a step elsewhere.
 
-Called by programs as `shoal.live`. It passes the steps on, so that the caller may do what it likes with each. matplotlib
-is imported when the first picture is drawn; without it a notebook, too, gets lines.
+It passes the steps on, so that the caller may do what it likes with each. matplotlib is imported when the first picture is
+drawn; without it a notebook, too, gets lines.
 """
 
 import io

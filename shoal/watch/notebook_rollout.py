@@ -1,6 +1,6 @@
 """One rollout in a notebook: its turns and tokens, shown as such; and what the weights say of each token.
 
-Called by `opened`. What is shown is strangers' text, and is escaped. `scored` computes, `judged` runs the checks.
+What is shown is strangers' text, and is escaped. `scored` computes, `judged` runs the checks.
 
 Axes: P tokens that the policy wrote, V vocabulary.
 """

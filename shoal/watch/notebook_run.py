@@ -1,6 +1,6 @@
 """A run as a program reads it: each of its tables as a property, and single rollouts.
 
-Called by `shoal.open`. It gives what `reading` and `tables` know to a notebook as plain values, and adds nothing.
+It gives what `reading` and `tables` know to a notebook as plain values, and adds nothing.
 """
 
 import os

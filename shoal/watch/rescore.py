@@ -1,7 +1,6 @@
 """What the weights say of a group's tokens, with the auditor's code: seeds from the log, weights verified, one prefill.
 
-Called by `rollout` and by `page/replay_gaps_main`; `judged` uses `rebuilt`. It judges nothing: `verification` decides what
-honest arithmetic may differ by.
+It judges nothing: `verification` decides what honest arithmetic may differ by.
 
 Axes: G rollouts of a group, P tokens that the policy wrote, V vocabulary, C tokens of a row, D width.
 """

@@ -1,7 +1,7 @@
 """A run as tables: rows of plain values, with the unit and meaning of each column, and CSV of each.
 
-Called by pages, pictures, reports and programs. A number that the log decides is in a row with `seq`, the number of its
-event; one of metrics has its `step`. Texts are strangers', as they are; CSV escapes what a spreadsheet would run.
+A number that the log decides is in a row with `seq`, the number of its event; one of metrics has its `step`. Texts are
+strangers', as they are; CSV escapes what a spreadsheet would run.
 """
 
 import csv

@@ -1,9 +1,8 @@
 """The base of a run's adapters: files that are the same in each version's directory, under several names of one file.
 
-Called by `fetch` and `stock`, which get versions, by `publish`, and where a directory's root is checked. A base may have
-many gigabytes, so it is fetched, stored and hashed once: a file that is neither written nor replaced is known by its place
-on the disk, its size and its date; of all tensors, with the files' names and the index. It speaks to no network itself:
-`models/hub_subprocess` fetches from hubs.
+A base may have many gigabytes, so it is fetched, stored and hashed once: a file that is neither written nor replaced is
+known by its place on the disk, its size and its date; of all tensors, with the files' names and the index. It speaks to no
+network itself: `models/hub_subprocess` fetches from hubs.
 """
 
 import asyncio

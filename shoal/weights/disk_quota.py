@@ -1,8 +1,8 @@
 """How much disk the versions of somebody else's run may take.
 
-Called by nodes that joined a run, and by auditors, before they fetch. Beside the versions that are kept there is one that
-is being made, from a copy of the weights before and from patches, which may take as much as a version. A manifest may
-repeat one chunk many times, so what is downloaded does not bound what is written. It does not deal with runs.
+Beside the versions that are kept there is one that is being made, from a copy of the weights before and from patches, which
+may take as much as a version. A manifest may repeat one chunk many times, so what is downloaded does not bound what is
+written. It does not deal with runs.
 """
 
 from pathlib import Path

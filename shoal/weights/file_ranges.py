@@ -1,7 +1,6 @@
 """Bytes of a file on this machine that are to be in another file, too.
 
-Called by `publish`, `pieces` and `stock`. A chunk that is a whole file of the trainer's is not copied, but gets a second
-name: nobody writes to the file again.
+A chunk that is a whole file of the trainer's is not copied, but gets a second name: nobody writes to the file again.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Publish a checkpoint directory: cut it into chunks and describe it in a manifest.
 
-Called by the trainer once for each version. It reads one chunk at a time, so the size of the policy does not matter, and
-passes the chunks to a sink. A sink that already has a chunk may do nothing. It does not decide when to publish, and
-never changes the directory.
+It reads one chunk at a time, so the size of the policy does not matter, and passes the chunks to a sink. A sink that
+already has a chunk may do nothing. It does not decide when to publish, and never changes the directory.
 """
 
 import asyncio

@@ -64,6 +64,9 @@ def test_data_that_changed_are_refused_by_their_hash(tmp_path: Path) -> None:
 def test_the_split_follows_from_the_rows_contents_and_keeps_equal_rows_together() -> None:
     training, held = split(ROWS, 8)
     assert len(held) == 8 and sorted(map(str, training + held)) == sorted(map(str, ROWS))
+    assert [row["answer"] for row in held] == ["16", "40", "44", "54", "60", "62", "64", "68"], (
+        "as in every earlier run"
+    )
     mixed_training, mixed_held = split(ROWS[::-1], 8)
     assert (mixed_training[::-1], mixed_held[::-1]) == (training, held)
     doubled_training, doubled_held = split(ROWS * 2, 8)

@@ -1,9 +1,9 @@
 """The token that seeded sampling chooses, without the noise of tokens that cannot be it: the same bits as with all noise.
 
-Called by the engine. With a vocabulary of 151,936, two logarithms for the noise of each token take longer than a small
-model. The noise is at most `MOST`, and it rises with the random bits that it is made of. So from the score of any token
-follow a least logit for the winner, and for each logit the least bits. Only tokens above both need their noise. It gains
-where most logits lie far below the winner's, and nothing where they lie within MOST of it. Pure.
+With a vocabulary of 151,936, two logarithms for the noise of each token take longer than a small model. The noise is at
+most `MOST`, and it rises with the random bits that it is made of. So from the score of any token follow a least logit for
+the winner, and for each logit the least bits. Only tokens above both need their noise. It gains where most logits lie far
+below the winner's, and nothing where they lie within MOST of it. Pure.
 
     score    logit / temperature + noise (Gumbel-max: Maddison et al., arXiv:1411.0030)
     leads    the tokens with the largest logits of each block of the vocabulary

@@ -1,8 +1,7 @@
 """The token that seeded sampling chooses, in one Triton kernel: noise, sum and argmax, in one pass over the vocabulary.
 
-Called by `engine.noise`, which tries it on a device before it is used there, and imports it late, because it imports
-Triton. No noise is stored: each program makes that of a block of one row, in registers, and leaves one number, so that
-memory sees the logits once. The noise is that of `noise.philox` and `noise.vllm`. Pure.
+No noise is stored: each program makes that of a block of one row, in registers, and leaves one number, so that memory sees
+the logits once. The noise is that of `noise.philox` and `noise.vllm`. Pure.
 
 The bits of the references need the same operations, rounded alike:
 

@@ -1,4 +1,4 @@
-"""Our noise inside vLLM: a logits processor that chooses each token as `writing` does, and tells its log-prob.
+"""Our noise inside vLLM: a logits processor that chooses each token as `sampling` does, and tells its log-prob.
 
 Loaded by vLLM, by name, into the process of its model; `engine.vllm` names it. It writes one finite logit into each row:
 at the token that wins, its log-prob. vLLM then takes that token greedily, and reports the logit. So tokens and log-probs

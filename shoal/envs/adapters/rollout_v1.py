@@ -1,7 +1,7 @@
 """One agent's rollout under verifiers v1, without its servers: chat loop, tools and hooks in this process.
 
-Called by `verifiers_v1`. The trace, its graph and the stop conditions come from verifiers. Features that cannot work
-here are refused by name before the first episode.
+The trace, its graph and the stop conditions come from verifiers. Features that cannot work here are refused by name before
+the first episode.
 """
 
 import inspect

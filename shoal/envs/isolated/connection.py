@@ -1,7 +1,7 @@
 """Our end of the line to an environment in another process, with an answer to each request, and a new process after an end.
 
-Used by `pool`. The process is a sandbox for a package, and a plain child for a file of this user. An answer that is too
-long, too late or of another form ends it. This file does not deal with episodes.
+The process is a sandbox for a package, and a plain child for a file of this user. An answer that is too long, too late or
+of another form ends it. This file does not deal with episodes.
 """
 
 import contextlib

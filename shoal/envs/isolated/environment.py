@@ -38,7 +38,7 @@ from shoal.terminal import printable
 #
 # Made by `open`. A state here is a number, the task and the actions so far: the state itself stays in a process, and is
 # made again from the actions if it is gone. What comes out of a package is hostile, and is checked where any
-# environment's words are: messages by `policy/messages`, rewards by `interface`, seats by `conversation`. `pool` says
+# environment's words are: messages by `chat/messages`, rewards by `interface`, seats by `rollout`. `pool` says
 # which process answers.
 
 

@@ -1,7 +1,7 @@
 """The MessagePack messages between an environment in another process and our end: a list of requests, an answer to each.
 
-Used by both ends, `line` and `inside`. Of what comes out of the process, only the type is checked here. The content is
-checked where it is used, as for an environment in this process.
+Of what comes out of the process, only the type is checked here. The content is checked where it is used, as for an
+environment in this process.
 """
 
 from typing import Any

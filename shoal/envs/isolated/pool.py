@@ -1,9 +1,9 @@
 """The processes in which one environment plays: calls of different episodes run beside each other, one in each process.
 
-Used by `client`. A state of an episode stays in the process that made it, so the next call goes there, too. Calls that come
-together go out together. If calls are slow, the pool starts more processes, and a process without work takes calls that
-wait for a slow one: it makes their states again from the actions. So which process answers changes no answer. If the
-environment is not reproducible, no state moves, and one that is lost makes its episode undecided.
+A state of an episode stays in the process that made it, so the next call goes there, too. Calls that come together go out
+together. If calls are slow, the pool starts more processes, and a process without work takes calls that wait for a slow
+one: it makes their states again from the actions. So which process answers changes no answer. If the environment is not
+reproducible, no state moves, and one that is lost makes its episode undecided.
 
 A call that takes too long, or that ends its process, gets one more try with twice the time, unless its state is lost with
 the process. If that ends the same way, it raises `Undecided`, because another machine might not have ended it.

@@ -1,6 +1,6 @@
 """Where in an environment's file its process hung or crashed: a file that the process writes, and that our end reads.
 
-Used by `line` and by the host's stage at our end, and by `inside` in the process. It ends no process.
+It ends no process.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Watches what an environment's code does in the process that checks it, and for how long.
 
-Called by `check/child`. Python tells an audit hook about files, sockets and processes before they are opened, so each
-is found with its line, and refused. Code that goes around Python is only enclosed by the sandbox, not seen here.
+Python tells an audit hook about files, sockets and processes before they are opened, so each is found with its line, and
+refused. Code that goes around Python is only enclosed by the sandbox, not seen here.
 """
 
 import builtins

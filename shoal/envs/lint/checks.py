@@ -1,8 +1,7 @@
 """The checks of an environment in this process: behind `shoal env check`, and for tests.
 
-Called by `check/child` and by tests, on built-ins and on files that a user has just written. They play scripted and
-hostile actions, without a model or tokens, and return findings instead of raising exceptions. What an environment
-rewards is checked in `check/answers`; what only shows in another process, in `check/apart`.
+They play scripted and hostile actions, without a model or tokens, and return findings instead of raising exceptions. What
+an environment rewards is checked in `lint/reward_checks`; what only shows in another process, in `lint/run`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Which processes play an environment's episodes again, how each differs from the first, and what they answered otherwise.
 
-Called by `check/apart`. It starts no process: it compares what two of them recorded.
+It starts no process: it compares what two of them recorded.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Sets Python's clock for the process that checks an environment: to a fixed moment, or to another one.
 
-Called by `check/child` before the environment is loaded. With a fixed clock, only the clock can be the reason if a
-process at another moment gives other replies. It does not reach packages that ask `datetime`, nor what reads the time by
-other ways than Python's.
+With a fixed clock, only the clock can be the reason if a process at another moment gives other replies. It does not reach
+packages that ask `datetime`, nor what reads the time by other ways than Python's.
 """
 
 import builtins

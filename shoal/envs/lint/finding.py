@@ -1,6 +1,6 @@
 """What a check says: one line with the evidence, the fault, or what is missing.
 
-Used by the files beside this one. It knows no environment.
+It knows no environment.
 """
 
 from collections.abc import Callable

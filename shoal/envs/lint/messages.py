@@ -1,8 +1,8 @@
 """What a process in which an environment is checked may answer, read as a stranger's bytes.
 
-Called by `check/apart` on every answer of `check/child`. The environment's code shares that process and can write what
-it likes in the process's name. So an answer of another form ends the check with a finding, and what can be seen on our
-side is not believed from there: the names of the checks, and whether two recordings are the same.
+The environment's code shares that process and can write what it likes in the process's name. So an answer of another form
+ends the check with a finding, and what can be seen on our side is not believed from there: the names of the checks, and
+whether two recordings are the same.
 """
 
 import json

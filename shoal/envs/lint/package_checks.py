@@ -1,8 +1,8 @@
 """What a package is pinned to: its dependencies as locked, and its files as published under the same version.
 
-Called by `check/apart` for the folder of a package. It runs nothing of it. A folder is checked with all packages that are
-installed here, but an installed package finds only those of its lock, so what its files import is read. A version that was
-published or installed never changes; so code, data or lock that differ from it need another version.
+It runs nothing of it. A folder is checked with all packages that are installed here, but an installed package finds only
+those of its lock, so what its files import is read. A version that was published or installed never changes; so code, data
+or lock that differ from it need another version.
 """
 
 import ast

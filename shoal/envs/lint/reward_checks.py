@@ -1,7 +1,7 @@
 """What an environment rewards: its own solutions must earn the most, and what is not right must not.
 
-Called by `check/promises`. A solution is what the environment itself gives for a task, or else what its right player
-says in a game of one turn. It cannot know whether a solution is true: it compares the environment with itself.
+A solution is what the environment itself gives for a task, or else what its right player says in a game of one turn. It
+cannot know whether a solution is true: it compares the environment with itself.
 """
 
 import re

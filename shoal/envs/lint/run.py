@@ -1,12 +1,11 @@
 """What `shoal env check` does: plays an environment in processes that differ in one thing each, and compares them.
 
-Called by the command line. The environment's code never runs in this process. The first process makes all checks and
-records some episodes. Three others play the same actions: with another hash seed, at another date and in another time
-zone, and beginning with the last task. The first one plays them again at the end, after all that the checks did. What
-differs is named by its cause. The processes are in the sandbox where there is one, and a finding says so where there is
-none.
+The environment's code never runs in this process. The first process makes all checks and records some episodes. Three
+others play the same actions: with another hash seed, at another date and in another time zone, and beginning with the last
+task. The first one plays them again at the end, after all that the checks did. What differs is named by its cause. The
+processes are in the sandbox where there is one, and a finding says so where there is none.
 
-A process can say what it likes: the environment's code shares it. So `check/frames` reads its answers as a stranger's.
+A process can say what it likes: the environment's code shares it. So `lint/messages` reads its answers as a stranger's.
 Still, what they say is believed: a check finds faults of honest authors, and shows nothing about a hostile one.
 """
 

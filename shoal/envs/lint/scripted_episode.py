@@ -1,6 +1,6 @@
 """One episode, played by a script and observed: what checks are made of.
 
-Used by the checks beside this file. It needs no model and no tokens, and compares nothing.
+It needs no model and no tokens, and compares nothing.
 """
 
 import random

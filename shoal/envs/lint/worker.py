@@ -1,7 +1,7 @@
 """The process in which `shoal env check` plays an environment: it loads it, runs its checks, and records episodes.
 
-Started by `check/apart`, in a sandbox if there is one, with a hash seed and a time zone of its own. It answers requests
-in frames (4 bytes of length, then JSON) on standard input and output. It compares nothing with other processes.
+It answers requests in frames (4 bytes of length, then JSON) on standard input and output. It compares nothing with other
+processes.
 """
 
 import contextlib

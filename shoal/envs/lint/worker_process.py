@@ -1,6 +1,6 @@
 """A process in which an environment is checked: in the sandbox, or where there is none, a child with less around it.
 
-Called by `check/apart`. Both are spoken to in frames: requests are JSON; answers are bytes, which `check/frames` reads.
+Both are spoken to in frames: requests are JSON; answers are bytes, which `check/frames` reads.
 """
 
 import contextlib

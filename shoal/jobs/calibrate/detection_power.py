@@ -1,7 +1,4 @@
-"""How many tokens it takes to detect a worker that samples with another seed, by the policy's entropy at each token.
-
-Called by `role`, with the rollouts that were played here.
-"""
+"""How many tokens it takes to detect a worker that samples with another seed, by the policy's entropy at each token."""
 
 from collections.abc import Sequence
 from pathlib import Path

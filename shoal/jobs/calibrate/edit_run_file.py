@@ -1,6 +1,6 @@
 """Writes measured values into a run file, and changes no other line or comment.
 
-Called by `role`. It finds tables and keys by name, and does not know what they mean or how they were measured.
+It finds tables and keys by name, and does not know what they mean or how they were measured.
 """
 
 import re

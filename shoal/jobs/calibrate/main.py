@@ -1,9 +1,9 @@
 """Calibration: plays honest rollouts, recomputes them in every way that an honest machine might, and sets the bounds.
 
-Called by `shoal calibrate RUN_FILE`. It starts no run and needs no coordinator. It plays the run's environments as a
-worker does, with several numbers of threads; then it recomputes the rollouts with several numbers of threads, batch
-shapes and dtypes. `--save` writes the rollouts to a file, so that another machine can recompute them with `--with`. The
-mathematics is in `verification/fit_tolerances` and `algos/sampling_evidence`.
+It starts no run and needs no coordinator. It plays the run's environments as a worker does, with several numbers of
+threads; then it recomputes the rollouts with several numbers of threads, batch shapes and dtypes. `--save` writes the
+rollouts to a file, so that another machine can recompute them with `--with`. The mathematics is in
+`verification/fit_tolerances` and `algos/sampling_evidence`.
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """Shows how far a calibration is: a counter in a terminal, one line elsewhere.
 
-Called by the other files of this folder. It writes to stderr, so that stdout holds the tables alone.
+It writes to stderr, so that stdout holds the tables alone.
 """
 
 import sys

@@ -1,7 +1,6 @@
 """Recomputes honest rollouts in every way that an honest machine might, and measures how far the results differ.
 
-Called by `role`, once for each dtype in which a validator's engine may compute. `verification/fit_tolerances` turns the
-differences into bounds.
+`verification/fit_tolerances` turns the differences into bounds.
 """
 
 import random

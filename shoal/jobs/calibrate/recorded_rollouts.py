@@ -1,6 +1,6 @@
 """Recordings: the rollouts that a run's policy plays here, as a worker would, with several numbers of threads.
 
-Called by `role`. A recording can be written to a file, and read on another machine that has the same policy.
+A recording can be written to a file, and read on another machine that has the same policy.
 
 Axes: P policy tokens of all rollouts, in order.
 """

@@ -1,8 +1,8 @@
 """Every decision of a log made again: from each event that something outside caused, the rules must give what follows.
 
-Called by `verify`. Pure: it reads entries, runs `decide` and `follow` on a state of its own, and compares. So a credit
-that no verdict gave, a batch with other members, an audit that was not drawn, or a penalty that was left out is found
-though every hash fits. It does not see bodies: whether a verdict is true is for `shoal audit`.
+Pure: it reads entries, runs `decide` and `follow` on a state of its own, and compares. So a credit that no verdict gave, a
+batch with other members, an audit that was not drawn, or a penalty that was left out is found though every hash fits. It
+does not see bodies: whether a verdict is true is for `shoal audit`.
 
 What the rules take from outside and the log does not hold cannot be made again: a worker's measured speed (any lease
 from one block up to the most that the rules allow passes), and draws whose link is not revealed yet (what the log says of

@@ -1,8 +1,8 @@
 """What a host could do without breaking a rule: withhold links, and move its clock.
 
-Used by `verify`, which shows it every event. Without its link a version cannot be audited. The rules say when a link is
-due, but the host alone has it and could leave it out. Events have the time of the host's clock. So times must not fall, and
-an auditor of a live run compares the newest one with its own clock.
+Without its link a version cannot be audited. The rules say when a link is due, but the host alone has it and could leave it
+out. Events have the time of the host's clock. So times must not fall, and an auditor of a live run compares the newest one
+with its own clock.
 """
 
 from contextlib import suppress

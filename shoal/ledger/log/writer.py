@@ -1,7 +1,7 @@
 """The log's only writer: takes commands, decides, applies, commits, and answers after the commit.
 
-Called by the coordinator role. It deals with neither HTTP nor secrets. Commands that arrive together share one commit
-(group commit). If a commit fails, the state is built again from what is stored, so memory never runs ahead of disk.
+It deals with neither HTTP nor secrets. Commands that arrive together share one commit (group commit). If a commit fails,
+the state is built again from what is stored, so memory never runs ahead of disk.
 """
 
 import asyncio

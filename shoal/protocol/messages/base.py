@@ -1,6 +1,6 @@
 """What all messages have in common: they are frozen, have known fields only, and hold texts that are safe to show.
 
-The other files of this folder build on it, and so does `accounts` beside it. It defines no message.
+The other files of this folder build on it, and so does `pay_lines` beside it. It defines no message.
 """
 
 import re

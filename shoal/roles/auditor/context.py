@@ -1,7 +1,7 @@
 """What an auditor needs to recompute groups: the log, the environments, and one version of the policy at a time.
 
-Called by the auditor's other files. The policy is the host's, so its tokenizer runs in a child process, and nothing is
-loaded or scored that needs more memory than is allowed. It judges nothing.
+The policy is the host's, so its tokenizer runs in a child process, and nothing is loaded or scored that needs more memory
+than is allowed. It judges nothing.
 """
 
 from collections import defaultdict

@@ -1,6 +1,6 @@
 """The auditor's third job: explain who was paid what and why, and keep and check signed statements of balances.
 
-Called by `shoal credits`. Balances come from a replay of the log, never from what a coordinator says.
+Balances come from a replay of the log, never from what a coordinator says.
 """
 
 import asyncio

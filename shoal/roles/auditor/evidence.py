@@ -1,8 +1,7 @@
 """The auditor's part with evidence: what nodes kept is compared with the log, and with each other.
 
-Called by `rollouts` for `shoal audit --evidence`, and by `log` for the nodes of a run's folder. A finding accuses the host,
-so each rests on a signature of the run key or of the trainer key, both of which the log's first event names. The folders
-come from strangers: what is not signed by these keys proves nothing and is only counted.
+A finding accuses the host, so each rests on a signature of the run key or of the trainer key, both of which the log's first
+event names. The folders come from strangers: what is not signed by these keys proves nothing and is only counted.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """The auditor's second job: recompute groups from public data, and report where the log differs.
 
-Called by `shoal audit` and `shoal.audit`. From the log and the revealed links it rebuilds what each worker was asked
-for. It judges the bodies that are still kept with the validator's own checks, and audits every group whose weights are
-still kept. It compares the results with the verdicts in the log. It trusts no seed, verdict or reward of the log. With
-evidence that nodes kept, it judges their submissions even if the host deleted them.
+From the log and the revealed links it rebuilds what each worker was asked for. It judges the bodies that are still kept
+with the validator's own checks, and audits every group whose weights are still kept. It compares the results with the
+verdicts in the log. It trusts no seed, verdict or reward of the log. With evidence that nodes kept, it judges their
+submissions even if the host deleted them.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Where an auditor reads a run from: its folder, without a server; or a coordinator's URL, without a key.
 
-Called by the auditor's other files. It gives the log's bytes, blobs and the weights of versions. It verifies their
-hashes, and judges nothing else. It only reads, so the folder may be that of a live run.
+It gives the log's bytes, blobs and the weights of versions. It verifies their hashes, and judges nothing else. It only
+reads, so the folder may be that of a live run.
 """
 
 import contextlib

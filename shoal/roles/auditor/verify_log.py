@@ -1,7 +1,7 @@
 """The auditor's first job: replay a run's log, from a folder or a URL, and say whether it holds.
 
-Called by `shoal ledger verify` and `shoal ledger show`. It needs no key. It trusts only what it can verify: events by
-their chain of hashes, receipts by their signature, weights by their manifests. `ledger/log/check` checks the events.
+It needs no key. It trusts only what it can verify: events by their chain of hashes, receipts by their signature, weights by
+their manifests. `ledger/log/check` checks the events.
 """
 
 import asyncio

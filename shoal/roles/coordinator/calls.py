@@ -1,8 +1,7 @@
 """The coordinator's HTTP calls, version 1: a table of the calls, and their handlers.
 
-Called by uvicorn, and by tests without a socket. A handler reads a request within the gate's limits, asks the desk or
-a file beside it, and encodes the answer. It decides nothing: the rules refuse, and this file chooses the HTTP status.
-The handlers of what is only shown are in `shown`.
+A handler reads a request within the gate's limits, asks the desk or a file beside it, and encodes the answer. It decides
+nothing: the rules refuse, and this file chooses the HTTP status. The handlers of what is only shown are in `public_calls`.
 """
 
 import functools

@@ -1,7 +1,6 @@
 """The coordinator's desk: an open run, with what the rules must not have: the clock, the secrets and the blobs.
 
-Used by `api` and by `judging`, `versions`, `credits` and `board`, each of which does one job with it. The desk itself
-handles leases and the submissions that fill them. It does not know HTTP. The rules are in `ledger`.
+The desk itself handles leases and the submissions that fill them. It does not know HTTP. The rules are in `ledger`.
 """
 
 import asyncio
@@ -87,7 +86,7 @@ class Coordinator:
         self._telling = set[str]()
         """Leases whose parents are being read."""
         self.reported_void = dict[str, None]()
-        """Causes of void slots that were logged, at most `MAX_REPORTED` of `judging`."""
+        """Causes of void slots that were logged, at most `MAX_REPORTED` of `verdicts`."""
         self.entered = dict[str, float]()
         """When each validator joined last since this start: a join that changes nothing is not in the log."""
         self.heard = dict[str, float]()

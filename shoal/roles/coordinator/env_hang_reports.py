@@ -1,7 +1,6 @@
 """What workers say of calls of environments that they stopped: for the host's log and for what the run waits for.
 
-Used by `desk` and `board`. It is a stranger's word: short, attributed, and it decides nothing. That a block was stopped,
-and how often, is in the log.
+It is a stranger's word: short, attributed, and it decides nothing. That a block was stopped, and how often, is in the log.
 """
 
 import logging

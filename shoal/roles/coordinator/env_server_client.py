@@ -1,7 +1,7 @@
 """The coordinator's connection to the stage, which plays the environments of a run whose workers only extend token ids.
 
-Called by the desk for turns, and for the record of a submission. It decodes what both sides say and limits how much is
-asked at a time. It does not deal with environments. If the stage does not answer, workers are told to ask again.
+It decodes what both sides say and limits how much is asked at a time. It does not deal with environments. If the stage does
+not answer, workers are told to ask again.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """The line of polls that wait for a lease: which of them may ask the rules again, and when.
 
-Called by `api` for each poll, and by the book after each commit. A commit must not become slow when many workers wait,
-so it calls only as many polls as there are blocks to give, those that came first. A poll that is called may ask, and the
-rules decide. If it gets nothing, or if its worker has gone, the next poll is called.
+A commit must not become slow when many workers wait, so it calls only as many polls as there are blocks to give, those that
+came first. A poll that is called may ask, and the rules decide. If it gets nothing, or if its worker has gone, the next
+poll is called.
 """
 
 import asyncio

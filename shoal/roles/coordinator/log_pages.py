@@ -1,8 +1,8 @@
 """Pages of the log for anyone who asks.
 
-Called by `api`. A page may have megabytes, and strangers may ask for many at once and read slowly. So a page is read twice:
-once for its size and digest, one page at a time, and once more while it is sent, in parts. The log only grows, so both
-readings give the same bytes.
+A page may have megabytes, and strangers may ask for many at once and read slowly. So a page is read twice: once for its
+size and digest, one page at a time, and once more while it is sent, in parts. The log only grows, so both readings give the
+same bytes.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The coordinator: grants leases, takes submissions, hands them to validators, forms batches, keeps the log.
 
-Started by the launcher on a prepared run folder. The rules are in `ledger`, the HTTP calls in `api`; `desk` has
-the run's secrets and blobs. It does not know the model, and does not import torch.
+The rules are in `ledger`, the HTTP calls in `api`; `desk` has the run's secrets and blobs. It does not know the model, and
+does not import torch.
 """
 
 import asyncio

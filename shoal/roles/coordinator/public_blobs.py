@@ -1,7 +1,7 @@
 """What anyone may fetch: chunks and manifests of published versions, in a folder of its own that the origin serves.
 
-Called by `kept`, which knows what is published, and by the board. The folder holds a hard link to each blob, so nothing is
-stored twice, and another process or web server can serve it without asking who may read what.
+The folder holds a hard link to each blob, so nothing is stored twice, and another process or web server can serve it
+without asking who may read what.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Shares of few places that many strangers want: nobody gets all of them with many addresses of one network.
 
-Called by the list of relays and by the queue of their challenges. Pure.
+Pure.
 """
 
 import ipaddress

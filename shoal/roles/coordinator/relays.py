@@ -1,7 +1,7 @@
 """The relays that clients are told of: each has proved that it serves at its URL, and is probed as long as it is listed.
 
-Called by `api`, and by the role for the time that it takes. `challenges` asks the URLs. All of this is in memory: relays
-earn nothing, and after a restart they offer themselves again. What a client says about a relay changes nothing here.
+`challenges` asks the URLs. All of this is in memory: relays earn nothing, and after a restart they offer themselves again.
+What a client says about a relay changes nothing here.
 """
 
 import asyncio

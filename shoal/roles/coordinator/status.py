@@ -1,8 +1,7 @@
 """Solve rates of each environment, of the groups that were accepted between two batches: measured in every run.
 
-Used by `board`, which gives them to the trainer with each batch. The desk has the links of versions in use, so it knows
-the task of each slot before the log does. Nothing is decided by these figures, and a restart loses those of one step:
-draws that follow solve rates count in `ledger/task_difficulty`.
+The desk has the links of versions in use, so it knows the task of each slot before the log does. Nothing is decided by
+these figures, and a restart loses those of one step: draws that follow solve rates count in `ledger/task_difficulty`.
 """
 
 from collections.abc import Mapping

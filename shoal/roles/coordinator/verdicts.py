@@ -1,7 +1,7 @@
 """Judging: gives validators submissions to judge, and takes their verdicts and projections.
 
-Called by `api` for each request of a validator. It compares the projections of validators that saw the same
-activations, and books the verdict. `ledger/verdict_decisions` decides what follows from it.
+It compares the projections of validators that saw the same activations, and books the verdict. `ledger/verdict_decisions`
+decides what follows from it.
 """
 
 import logging

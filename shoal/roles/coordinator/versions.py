@@ -1,8 +1,8 @@
 """Policy versions: takes the trainer's chunks and manifests, and serves the manifests.
 
-Called by `api`. It takes them from the trainer only, and refuses a chunk whose hash is not its name. A trainer that has the
-run's folder leaves its chunks there.
-`ledger/versions` sees to it that a version is published once; `kept` decides how long its chunks stay.
+It takes them from the trainer only, and refuses a chunk whose hash is not its name. A trainer that has the run's folder
+leaves its chunks there. `ledger/versions` sees to it that a version is published once; `retention` decides how long its
+chunks stay.
 """
 
 import asyncio

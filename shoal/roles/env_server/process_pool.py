@@ -1,7 +1,7 @@
 """Which process plays which rollout: each environment has processes of its own, and more of them if it is slow.
 
-Called by `role`, which passes `Players.play` and `Players.judge` to `turns`. So an environment that waits for a judge holds
-up no other environment, and few of its own episodes. It knows processes only through `players`.
+So an environment that waits for a judge holds up no other environment, and few of its own episodes. It knows processes only
+through `shards`.
 """
 
 import threading

@@ -1,8 +1,8 @@
 """What the stage has answered, kept so that the same turns always get the same answers.
 
-Called by `turns`. A rollout's path names it by all turns of the policy so far. Each path has one reply, which is on the
-disk before anyone reads it. So a worker that takes over a block gets the same replies as the first one, and an episode
-whose process was killed is played again from the policy's turns. It does not deal with environments or the network.
+A rollout's path names it by all turns of the policy so far. Each path has one reply, which is on the disk before anyone
+reads it. So a worker that takes over a block gets the same replies as the first one, and an episode whose process was
+killed is played again from the policy's turns. It does not deal with environments or the network.
 """
 
 import sqlite3

@@ -1,8 +1,8 @@
 """The processes on the host in which episodes are played. Each loads the environments and has its own conversations.
 
-Called by `process_pool`, which says which process plays what. A process that hangs is killed, one that died is started
-again, and the episodes that were lost with it are played again from the memo. So a kill at any time changes no reply. The
-rest of the stage knows environments only through the protocol `Player`, so a process in a sandbox could replace ours.
+A process that hangs is killed, one that died is started again, and the episodes that were lost with it are played again
+from the memo. So a kill at any time changes no reply. The rest of the stage knows environments only through the protocol
+`Player`, so a process in a sandbox could replace ours.
 """
 
 import contextlib

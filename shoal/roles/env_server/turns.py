@@ -1,8 +1,7 @@
 """How a block advances, turn by turn: what a lease may send, what is played, and what is answered.
 
-Called by `role` for each turn that the coordinator passes on. Here are the rules for retries and for blocks that change
-hands: a lease takes each turn once, the memo answers what it knows, and only the rest is played. It does not deal with
-the network or processes: `play` is an argument.
+Here are the rules for retries and for blocks that change hands: a lease takes each turn once, the memo answers what it
+knows, and only the rest is played. It does not deal with the network or processes: `play` is an argument.
 """
 
 from collections.abc import Callable, Sequence

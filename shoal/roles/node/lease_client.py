@@ -1,7 +1,7 @@
 """Where a worker's work comes from: it asks for leases, checks each, and gives back what it cannot do.
 
-Used by the worker, and in part by validators, who see leases of others. A lease is a stranger's word: whose it is, how much
-it asks for and when it was issued are compared with what an honest host may say.
+A lease is a stranger's word: whose it is, how much it asks for and when it was issued are compared with what an honest host
+may say.
 """
 
 import asyncio

@@ -1,9 +1,8 @@
 """How much memory a node gives to somebody else's run: a limit that work is compared with before it begins, and that the
 operating system enforces.
 
-Called by worker, validator and auditor where the run is not this user's own. A host chooses policy, sampling limits and
-leases, so a few bytes of it can ask for any amount. It uses no network. The memory of a GPU is compared, too, but only
-what is free there limits it.
+A host chooses policy, sampling limits and leases, so a few bytes of it can ask for any amount. It uses no network. The
+memory of a GPU is compared, too, but only what is free there limits it.
 """
 
 import contextlib

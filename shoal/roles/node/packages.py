@@ -1,8 +1,8 @@
 """Whether this node plays the packages of somebody's run, and how it gets them.
 
-Used by workers, validators, auditors and the stage; it imports no role. On the host all packages play that the run file
-names. A volunteer's node plays a package only if its user agreed to install it, and if two keys other than the author's
-attest in the run's registry that it passes its check. Whatever plays, plays inside the sandbox.
+On the host all packages play that the run file names. A volunteer's node plays a package only if its user agreed to install
+it, and if two keys other than the author's attest in the run's registry that it passes its check. Whatever plays, plays
+inside the sandbox.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """What a node pins of the keys behind a run's weights: the root, and each publisher that it named so far.
 
-Called by `seat` when a node joins, and when a manifest has a signer that it does not know. It trusts what it saw first,
-and after that only what the root signed: a coordinator can neither name a publisher itself nor take a rotation back.
+It trusts what it saw first, and after that only what the root signed: a coordinator can neither name a publisher itself nor
+take a rotation back.
 """
 
 from pathlib import Path

@@ -1,8 +1,7 @@
 """The named parts of rewards, and metrics, on their way from the processes that score rollouts to the trainer.
 
-Called by the host's own validators and by its stage, which write, and by the trainer, which reports the means of each
-step. Each writer has a file in the run's folder. Nothing depends on these figures, so they are neither sent nor logged, and
-what a kill or a full disk loses is not repaired. An environment's author chooses the names, so their number is limited.
+Each writer has a file in the run's folder. Nothing depends on these figures, so they are neither sent nor logged, and what
+a kill or a full disk loses is not repaired. An environment's author chooses the names, so their number is limited.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """How a node serves chunks to others: the calls of a relay, and the offer to the coordinator that makes clients ask it.
 
-Called by the relay role, and by nodes that share what they have. It knows no chunk: what is served comes from a `Shelf`.
-If serving or offering ends by an error, the log says so, and it starts again.
+It knows no chunk: what is served comes from a `Shelf`. If serving or offering ends by an error, the log says so, and it
+starts again.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """What a worker or a validator shares of the weights that it has, if its user asked for that: `--share`.
 
-Called by the roles around their work. It serves verified chunks from the versions on disk, also from one that is still
-being fetched, with the calls of a relay. The last patches are kept for that. Clients ask this node only if the coordinator
-reached it at its URL.
+It serves verified chunks from the versions on disk, also from one that is still being fetched, with the calls of a relay.
+The last patches are kept for that. Clients ask this node only if the coordinator reached it at its URL.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """What its user lets a worker take of the machine: at which hours, how much of the CPU, and whether at all just now.
 
-Used by the worker and its leases. A worker that may not work keeps the leases that it has, fills them, and asks for no
-other. So nothing lapses, and to the host it is a worker that does not ask. It knows no run and no network.
+A worker that may not work keeps the leases that it has, fills them, and asks for no other. So nothing lapses, and to the
+host it is a worker that does not ask. It knows no run and no network.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """What a relay has: verified chunks and manifests of a run, as files named by their hashes, within a limit of the disk.
 
-Called by `fill`, which puts chunks here, and by the relay's server. A chunk is served only if this process has verified it.
-It knows no network and no other node.
+A chunk is served only if this process has verified it. It knows no network and no other node.
 """
 
 import hashlib

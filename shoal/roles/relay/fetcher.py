@@ -1,7 +1,7 @@
 """What the coordinator says of the run, asked so that a relay hears of a version when it is published.
 
-Called by `fill`. The coordinator holds each question until there is a newer version. One that does not hold it, because it
-is older, has no place, or is hostile, is asked every `ASK_EVERY_S`.
+The coordinator holds each question until there is a newer version. One that does not hold it, because it is older, has no
+place, or is hostile, is asked every `ASK_EVERY_S`.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The relay: serves the weights of somebody's run to others, while it fetches them and after.
 
-Started by `shoal relay URL`. It trusts nobody and earns nothing. It needs no torch, and runs nothing of the run's.
+It trusts nobody and earns nothing. It needs no torch, and runs nothing of the run's.
 """
 
 import asyncio

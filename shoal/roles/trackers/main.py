@@ -1,7 +1,7 @@
 """The logger: copies the figures of a run into W&B, trackio and TensorBoard, as `logging.to` of the run file says.
 
-Started by the launcher beside the other roles. It reads what the trainer and the evaluations leave in the run's folder, so
-nothing waits for it: neither training nor another logger is held up by one that fails or hangs. It decides nothing.
+It reads what the trainer and the evaluations leave in the run's folder, so nothing waits for it: neither training nor
+another logger is held up by one that fails or hangs. It decides nothing.
 """
 
 import logging

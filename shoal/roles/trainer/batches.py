@@ -1,7 +1,7 @@
 """Reads what a step learns from: the rows of its batch, and the rewards of all groups accepted for it.
 
-Called by `role` once a step. It fetches bodies and verifies their hashes. It knows neither the learner nor how a batch
-is formed: the log says which groups are in it.
+It fetches bodies and verifies their hashes. It knows neither the learner nor how a batch is formed: the log says which
+groups are in it.
 """
 
 import asyncio

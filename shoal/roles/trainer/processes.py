@@ -1,8 +1,8 @@
 """Starts the processes of a trainer that has several, by torchrun's agent, and ends them together.
 
-Called by `role`, in runs with `train.processes` above 1. If one of them ends, the agent ends the others, and this process
-ends as the first one did: its launcher starts all of them again, and they go on from their saved state. Nothing listens on
-a network: the agent is alone, and the processes meet at a file. It knows nothing of training.
+If one of them ends, the agent ends the others, and this process ends as the first one did: its launcher starts all of them
+again, and they go on from their saved state. Nothing listens on a network: the agent is alone, and the processes meet at a
+file. It knows nothing of training.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """Publishes the trainer's versions, and keeps checkpoints for the host.
 
-Called by `role` at start and after each step, beside which it works: the next step changes the model, so it is given a
-snapshot. It writes the policy, sends its chunks, signs its manifest, and copies a version that is to be kept into the run's
+It writes the policy, sends its chunks, signs its manifest, and copies a version that is to be kept into the run's
 checkpoints. It does not know how a policy is trained.
 """
 

@@ -1,7 +1,6 @@
 """One of the processes of a trainer that has several: rank 0 is the trainer's role, the others obey it.
 
-Started by `processes`. Only rank 0 speaks to the coordinator, publishes, and decides what is learned when. It does not know
-how a step is divided.
+Only rank 0 speaks to the coordinator, publishes, and decides what is learned when. It does not know how a step is divided.
 """
 
 import asyncio

@@ -1,11 +1,10 @@
 """The trainer: makes version v + 1 from version v and batch v, until the run's last step.
 
-Started by the launcher on the run's folder, or by `shoal train`. It does not choose the groups that it learns from:
-each batch is an event of the log. It saves its own state, or what it needs to repeat the step, before it publishes a
-version. So after a kill at any moment it repeats the same step with the same bits, and never rebuilds a published version
-differently.
+It does not choose the groups that it learns from: each batch is an event of the log. It saves its own state, or what it
+needs to repeat the step, before it publishes a version. So after a kill at any moment it repeats the same step with the
+same bits, and never rebuilds a published version differently.
 
-`batches` reads the batches; `past` fetches the versions that sampled them; `publishing` publishes the versions and keeps
+`batches` reads the batches; `past` fetches the versions that sampled them; `publish` publishes the versions and keeps
 checkpoints, while the next step is under way; `saving` saves the state.
 """
 

@@ -1,7 +1,7 @@
 """What a worker does for leases of continuations: it fetches the groups that they continue, plays on, and scores.
 
-Used by the worker alone. The groups come from the coordinator, under a call that only the lease's worker may use. They are
-a stranger's bytes: the lease, which the run key signed, names their digests.
+The groups come from the coordinator, under a call that only the lease's worker may use. They are a stranger's bytes: the
+lease, which the run key signed, names their digests.
 """
 
 from collections.abc import Sequence

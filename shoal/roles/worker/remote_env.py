@@ -1,10 +1,10 @@
 """Play a lease whose environments stay with the host: extend token ids, and ask for the environment's words after each
 turn.
 
-Called by the worker. Blocks advance on their own, several at a time, so that the turn of one travels while the engine
-extends another, also across two leases: `EngineShare` is what they share. Each turn of a block is one batch of its open
-rollouts in their order, as in `envs/play`, so the bits are those of a worker that has the environments. It trusts nothing
-that the host says about sizes.
+Blocks advance on their own, several at a time, so that the turn of one travels while the engine extends another, also
+across two leases: `EngineShare` is what they share. Each turn of a block is one batch of its open rollouts in their order,
+as in `envs/play`, so the bits are those of a worker that has the environments. It trusts nothing that the host says about
+sizes.
 """
 
 import asyncio
@@ -193,7 +193,8 @@ def _write(rollout: _Rollout, turn: Continuation) -> bytes:
 
 
 def _take(table: PlayContext, answer: t.TurnAnswer, open_: Sequence[_Rollout]) -> None:
-    """Append what the environment says. Raises `PeerError` if it does not fit: the check `shape` would blame the worker."""
+    """Append what the environment says. Raises `PeerError` if it does not fit: the check `format` would blame the
+    worker."""
     texts = [_token_ids(text, table.renderer().vocabulary) for text in answer.texts]
     if len(answer.said) != len(open_):  # guard: answers-for-the-open
         raise _wrong(f"{len(answer.said)} answers for {len(open_)} rollouts")

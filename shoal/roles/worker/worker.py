@@ -1,8 +1,7 @@
 """The worker: takes leases, plays their tasks with the leased policy and seeds, submits, and shows what came of it.
 
-Started by `shoal join URL`, or by the launcher beside a host. It needs one outbound connection and chooses nothing:
-policy version, tasks and seeds come with the lease. It verifies every byte of the weights. It uses torch through the
-engine; transformers only where the run's policy needs it.
+It needs one outbound connection and chooses nothing: policy version, tasks and seeds come with the lease. It verifies every
+byte of the weights. It uses torch through the engine; transformers only where the run's policy needs it.
 """
 
 import asyncio

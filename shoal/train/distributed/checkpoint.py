@@ -1,8 +1,7 @@
 """A state in several files, of which each process of a trainer writes its own (`torch.distributed.checkpoint`).
 
-Called by `checkpoint`, which joins them if one process resumes, and by `together`, which reads the parts of as many
-processes as there are now. They are safetensors files whose metadata says which part of a tensor is where. So nothing is
-unpickled that was read from the disk; what torch's processes tell each other while they write or read is.
+They are safetensors files whose metadata says which part of a tensor is where. So nothing is unpickled that was read from
+the disk; what torch's processes tell each other while they write or read is.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """A policy of which each process of a trainer has a part, by FSDP2 (arXiv:2304.11277, in torch: `fully_shard`).
 
-Called by `together`. Each tensor is cut along its first axis. A layer is gathered when its turn comes, in a forward and in
-a backward pass, and its gradients are added up over all processes; embedding, head and last norm are gathered from the
-beginning of a forward to the end of a backward pass. The parts are float32: what the optimiser changes. If `train.dtype`
-is bfloat16, they are rounded on their way to the others, which has the same result as `masters`.
+Each tensor is cut along its first axis. A layer is gathered when its turn comes, in a forward and in a backward pass, and
+its gradients are added up over all processes; embedding, head and last norm are gathered from the beginning of a forward to
+the end of a backward pass. The parts are float32: what the optimiser changes. If `train.dtype` is bfloat16, they are
+rounded on their way to the others, which has the same result as `master_weights`.
 
 It reads and writes no states, and never has a whole policy.
 """

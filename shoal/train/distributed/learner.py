@@ -1,9 +1,8 @@
 """A learner in several processes: rank 0 has the one that its role calls, and tells the others, which do the same.
 
-Called by `roles/trainer/rank`. All take every step, with the same rows; `distributed.fsdp` says who computes what. So each
-process is a function of the state and of the orders, and processes that are started again after a kill come to the same
-bits. The same number of processes gives the same bits; another number gives other last bits, because sums are in another
-order.
+All take every step, with the same rows; `distributed.fsdp` says who computes what. So each process is a function of the
+state and of the orders, and processes that are started again after a kill come to the same bits. The same number of
+processes gives the same bits; another number gives other last bits, because sums are in another order.
 """
 
 import contextlib
@@ -42,7 +41,7 @@ class RankLearner(Learner):
         return self._logprobs_of(self.policy, rows, self.config.packing)
 
     def logprobs_at(self, directory: Path, rows: Sequence[TrainingRow]) -> list[NDArray[np.float32]]:
-        """The same under a published policy, for `denominators`."""
+        """The same under a published policy, for `behaviour_logprobs`."""
         published = load_sharded(directory, self.config, self.policy.device.type, self.channel)
         return self._logprobs_of(published, rows, PADDED)
 

@@ -1,7 +1,7 @@
 """What the processes of a trainer say to each other: orders of rank 0, numbers, and parts of tensors.
 
-Called by `distributed.fsdp` and `together`. All processes are on one machine, and they reach each other over loopback,
-which no other machine can. Orders are msgpack, so nothing is unpickled. It does not know what an order leads to.
+All processes are on one machine, and they reach each other over loopback, which no other machine can. Orders are msgpack,
+so nothing is unpickled. It does not know what an order leads to.
 
 Every order is followed by the same collective operations in all processes. If one of them ends, the operations of the
 others fail, and they end, too (`Lost`).

@@ -1,8 +1,8 @@
 """The processes that take a training step together, as the step sees them: which micro-batches each computes, and how their
 sums become those of all.
 
-Called by `step` and `optimiser`. `SingleProcess` is the only process of its step. `distributed.fsdp` has those that share a
-policy. It knows neither models nor the network.
+`SingleProcess` is the only process of its step. `distributed.fsdp` has those that share a policy. It knows neither models
+nor the network.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 Catches malformed, oversized and padded rollouts, turns longer than the limit, and log-probs that no softmax gives.
 Cannot tell a well-formed invention from a sampled rollout.
-Hard: an honest worker never makes such bytes (`commit` refuses to send a log-prob that is not finite).
+Hard: an honest worker never makes such bytes (`encode_submission` refuses to send a log-prob that is not finite).
 
 What a model may read is judged by `protocol/rollout_validation`, with the function that the trainer uses. The rest are
 rules of play.

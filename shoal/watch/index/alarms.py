@@ -1,7 +1,7 @@
 """Rows of alarms: each is named by its cause, the node that it is about, and the step at which it was raised.
 
-Called by `build` when it notes how a run does. A folder has the whole history of its alarms. A coordinator tells strangers
-only what stands, by cause: what it does not tell any more was cleared, and the sentence about it is ours.
+A folder has the whole history of its alarms. A coordinator tells strangers only what stands, by cause: what it does not
+tell any more was cleared, and the sentence about it is ours.
 """
 
 import json

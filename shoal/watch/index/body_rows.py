@@ -1,7 +1,6 @@
 """Decodes submissions into the index: their rollouts, and their texts for search.
 
-Called by `build`. It takes those that the log has made public, oldest first, each in a transaction of its own. A
-`Reading` verifies them.
+It takes those that the log has made public, oldest first, each in a transaction of its own. A `Reading` verifies them.
 """
 
 import sqlite3

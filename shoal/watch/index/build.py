@@ -1,8 +1,8 @@
 """Builds the index of a run from a reading, step by step.
 
-Called by the process that serves pages, in a thread for each run, and by programs. Each step is one transaction that also
-moves the place up to which the log is indexed. So a process that is killed at any point goes on where it stopped, and the
-index holds the same as if it had never been. What is written follows from the log, the metrics and the bodies alone.
+Each step is one transaction that also moves the place up to which the log is indexed. So a process that is killed at any
+point goes on where it stopped, and the index holds the same as if it had never been. What is written follows from the log,
+the metrics and the bodies alone.
 """
 
 import json

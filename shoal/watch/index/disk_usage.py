@@ -1,6 +1,6 @@
 """How much of its quota the blobs of a run take, as the coordinator's `GET /metrics` has it.
 
-Called by `build` when it notes how a run does. A folder is measured; a URL does not tell.
+A folder is measured; a URL does not tell.
 """
 
 from shoal.run_folder import held_below

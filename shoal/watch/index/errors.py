@@ -1,7 +1,5 @@
-"""What keeps an index from being built, as an error with a sentence: a full disk, or a stranger's run that no shoal wrote.
-
-Called by `build`.
-"""
+"""What keeps an index from being built, as an error with a sentence: a full disk, or a stranger's run that no shoal
+wrote."""
 
 import sqlite3
 from collections.abc import Iterator

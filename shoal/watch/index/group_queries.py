@@ -1,7 +1,7 @@
 """Questions to an index about groups: lists by filter and by text, one group, the same task in other versions.
 
-Called by pages. What the log says of a group is public; its environment, task, texts and endings are shown once its body is
-public, or to the host (`private`). The tokens of a group are not in the index: `Reading.group` decodes them.
+What the log says of a group is public; its environment, task, texts and endings are shown once its body is public, or to
+the host (`private`). The tokens of a group are not in the index: `Reading.group` decodes them.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """Lines of metrics in the index: each as it was written, each number of it by its name, and the names for search.
 
-Called by `build`. It does not know where lines come from, or whether a host may be believed: `reading` limits and checks
-them.
+It does not know where lines come from, or whether a host may be believed: `reading` limits and checks them.
 """
 
 import json

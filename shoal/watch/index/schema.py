@@ -1,7 +1,7 @@
 """The index's database: its tables, and how it is opened.
 
-Called by the other files of this folder. It is made from runs and can be made again, so one of another version is deleted.
-Every table has `run`, the number of a run in `runs`.
+It is made from runs and can be made again, so one of another version is deleted. Every table has `run`, the number of a run
+in `runs`.
 """
 
 import sqlite3

@@ -1,6 +1,6 @@
 """Values of strangers as SQLite and its full text take them.
 
-Called by whatever writes to the index. Pure.
+Pure.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The web application: its addresses, its headers, and who is the host.
 
-Called by `serve`. It answers GET and HEAD alone. A page is made again only when the index or the run's condition changed:
-its ETag names the change, so a browser that polls gets 304, and viewers of the same page share one rendering.
+It answers GET and HEAD alone. A page is made again only when the index or the run's condition changed: its ETag names the
+change, so a browser that polls gets 304, and viewers of the same page share one rendering.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """What the charts of a page draw: some lines over steps or versions, as numbers and as an SVG picture.
 
-Called by `views` and `app`. The picture is for readers without the script; with it, uPlot draws the same numbers. Pure, but
-for the questions to the index. Labels are strangers' text: metrics have names that environments choose.
+The picture is for readers without the script; with it, uPlot draws the same numbers. Pure, but for the questions to the
+index. Labels are strangers' text: metrics have names that environments choose.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Tables of a page as CSV, line by line.
 
-Called by `app`. `tables.csv_line` quotes cells that a spreadsheet would take for a formula. A table has the rows that the
-page shows to the same viewer, all pages of them: what filters the page, in its address, filters the file.
+`tables.csv_line` quotes cells that a spreadsheet would take for a formula. A table has the rows that the page shows to the
+same viewer, all pages of them: what filters the page, in its address, filters the file.
 
 A download may take long, in any thread. So it has a connection of its own, and no query of it stays open between two lines:
 that would show an old state to the thread's other viewers, and keep the index's journal growing.

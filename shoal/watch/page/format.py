@@ -1,7 +1,7 @@
 """How values look on a page: numbers, times, keys, and strangers' text, which stays text.
 
-Called by the templates. Jinja escapes all that they print; nothing here returns markup. Characters that do not print, or
-that change the direction of a line, are shown as escapes, and `<bdi>` in the templates keeps the rest apart.
+Jinja escapes all that they print; nothing here returns markup. Characters that do not print, or that change the direction
+of a line, are shown as escapes, and `<bdi>` in the templates keeps the rest apart.
 """
 
 import hashlib

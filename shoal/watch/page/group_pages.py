@@ -1,7 +1,6 @@
 """The views of groups: lists by filter and text, one group with its rollouts side by side, a task in all versions.
 
-Called by `app`. What is not public is shown to the host alone: the index and the shelf are told who asks. Texts and names
-are strangers'.
+What is not public is shown to the host alone: the index and the shelf are told who asks. Texts and names are strangers'.
 """
 
 import shlex

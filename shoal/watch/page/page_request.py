@@ -1,6 +1,6 @@
 """One request to the page: which run, who asks, and the numbers and words in its address.
 
-Called by `app`, and passed to each view. What is in an address is a stranger's: it is limited and parsed here.
+What is in an address is a stranger's: it is limited and parsed here.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The runs that a page shows: their readings, the threads that index them, and who may ask what at a time.
 
-Called by `serve`, and by `app` for each request. Readings are used by one thread at a time, so each has a lock. It refuses
-private bodies and held-out episodes to all but the host; `app` says who is the host.
+Readings are used by one thread at a time, so each has a lock. It refuses private bodies and held-out episodes to all but
+the host; `app` says who is the host.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """Replay gaps on request: starts the program that computes them, one at a time, and keeps the newest answers.
 
-Called by `shelf` for a viewer who may have this machine compute. A gap is how far a token is from the one that its seed
-chooses, under the weights of the version; see `verification`. Honest tokens have gaps near 0.
+A gap is how far a token is from the one that its seed chooses, under the weights of the version; see `verification`. Honest
+tokens have gaps near 0.
 """
 
 import json

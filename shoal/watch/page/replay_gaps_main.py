@@ -1,8 +1,8 @@
 """Replay gaps of one group's tokens, as a program of its own: `python -m shoal.watch.page.replay_gaps_main RUN SUBMISSION
 INDEX`.
 
-Started by `gaps`, so that the page's process loads no model. `watch/rescore` computes. It prints one line of JSON: the gaps
-of each rollout's policy tokens, in nats, and the limit of one token; or the error. It judges nothing.
+`watch/rescore` computes. It prints one line of JSON: the gaps of each rollout's policy tokens, in nats, and the limit of
+one token; or the error. It judges nothing.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """How a page names the place where a run is read: to its host the folder, to others a URL that they can use.
 
-Called by `shelf` and `asked`. The path of a folder tells about the host's machine, and nobody else can use it.
+The path of a folder tells about the host's machine, and nobody else can use it.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """The views of a run as a whole: overview, figures, nodes, validators, versions, alarms, and several runs compared.
 
-Called by `app`: each takes a request and gives a template with its values. What the log decides is in rows with the
-number of its event; what the trainer says has its step.
+What the log decides is in rows with the number of its event; what the trainer says has its step.
 """
 
 import json

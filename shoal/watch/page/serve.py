@@ -1,7 +1,4 @@
-"""Serves the page of some runs: binds a port, makes the host's token, says the addresses, and runs until it is ended.
-
-Called by `shoal dashboard`, and by `hosted` for the run that this machine hosts.
-"""
+"""Serves the page of some runs: binds a port, makes the host's token, says the addresses, and runs until it is ended."""
 
 import contextlib
 import logging

@@ -1,7 +1,7 @@
 """Draws a picture of runs as PNG or SVG, with matplotlib, which is an extra and is imported when something is drawn.
 
-Called by `cli/plots` and by `report`. The same picture gives the same bytes. Colours are those of Okabe and Ito,
-which people with any colour vision tell apart; lines differ in dashes, too, so that a print in grey can be read.
+The same picture gives the same bytes. Colours are those of Okabe and Ito, which people with any colour vision tell apart;
+lines differ in dashes, too, so that a print in grey can be read.
 """
 
 import io

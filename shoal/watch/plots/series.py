@@ -1,7 +1,7 @@
 """What a picture of runs shows: for each metric a panel, and in it a line for each run or for each set of seeds.
 
-Called by `cli/plots` and by `report`. Pure but for the reading of runs: `draw` draws what is made here. Names of
-runs are strangers' text; they leave here in a form that is safe to print.
+Pure but for the reading of runs: `draw` draws what is made here. Names of runs are strangers' text; they leave here in a
+form that is safe to print.
 """
 
 import difflib

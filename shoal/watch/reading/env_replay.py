@@ -1,8 +1,7 @@
 """A group with what only its environment can say: the named parts of each reward, the metrics beside them, the chat roles.
 
-Called by `run` when somebody looks at a group. It plays the group again with `envs/replay`, without any model. Code of the
-environment is executed: that of built-in environments, of packages in the sandbox, and of the host's files only on
-request.
+It plays the group again with `envs/replay`, without any model. Code of the environment is executed: that of built-in
+environments, of packages in the sandbox, and of the host's files only on request.
 """
 
 from dataclasses import replace

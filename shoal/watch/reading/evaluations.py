@@ -1,6 +1,6 @@
 """Evaluations on held-out tasks, as a run's folder holds them.
 
-Called by `run`. `jobs/evaluate` writes the files. A file that is not whole, or of another form, is left out.
+`jobs/evaluate` writes the files. A file that is not whole, or of another form, is left out.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """A run as its readers see it: the log replayed as it grows, and all that can be looked up beside it.
 
-Called by `tables`, by `index`, and by programs. It reads a folder or a URL through `source`, verifies what it can, and
-changes nothing. A run may be starting, live, dead or replaced by another one.
+It reads a folder or a URL through `source`, verifies what it can, and changes nothing. A run may be starting, live, dead or
+replaced by another one.
 """
 
 import time

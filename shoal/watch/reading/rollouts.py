@@ -1,8 +1,8 @@
 """A group as people read it: its rollouts in turns, with the text, log-probs and advantages of the tokens.
 
-Called by `run`, which finds the bytes. Pure: bytes, the state and a tokenizer in, values out. The bytes are a stranger's,
-and a validator that lies may have accepted anything, so rollouts with a flaw are told and not decoded. Texts are as the
-policy and the environment wrote them: any characters, controls included. Code that shows them must escape them.
+Pure: bytes, the state and a tokenizer in, values out. The bytes are a stranger's, and a validator that lies may have
+accepted anything, so rollouts with a flaw are told and not decoded. Texts are as the policy and the environment wrote them:
+any characters, controls included. Code that shows them must escape them.
 
 Axes: G rollouts of a group, T tokens of one rollout, L tokens of it that are learned from.
 """

@@ -1,8 +1,8 @@
 """Where a run is read from: its folder, or a coordinator's URL. Both give the same things, and neither is ever written to.
 
-Called by `run`. The calls block: what goes over the network runs in a thread of its own, so they work in a notebook, too.
-What comes from a URL is a stranger's: the client limits each answer, and this file decodes it strictly. It verifies the
-hashes of blobs; whether events follow each other is for `run` to see.
+The calls block: what goes over the network runs in a thread of its own, so they work in a notebook, too. What comes from a
+URL is a stranger's: the client limits each answer, and this file decodes it strictly. It verifies the hashes of blobs;
+whether events follow each other is for `run` to see.
 """
 
 import asyncio

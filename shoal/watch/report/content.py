@@ -1,7 +1,7 @@
 """What a report says about a run, as plain values for its template.
 
-Called by `page`. It reads a run that was replayed to its end (`Reading.catch_up`), and from a folder also what lies beside
-the log: alarms, time and use of the machine. Texts are strangers' as they are: `page` makes them safe to show.
+It reads a run that was replayed to its end (`Reading.catch_up`), and from a folder also what lies beside the log: alarms,
+time and use of the machine. Texts are strangers' as they are: `page` makes them safe to show.
 """
 
 import contextlib

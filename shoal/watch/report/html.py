@@ -1,8 +1,7 @@
 """Writes a report: facts and curves into one HTML file without scripts, which loads nothing.
 
-Called by `cli/plots`. Every text goes through `printable` and Jinja2's escaping; only the pictures, which are
-paths by matplotlib, are markup. The policy in the file's head forbids scripts, requests
-and forms, in case anything was missed.
+Every text goes through `printable` and Jinja2's escaping; only the pictures, which are paths by matplotlib, are markup. The
+policy in the file's head forbids scripts, requests and forms, in case anything was missed.
 """
 
 import contextlib

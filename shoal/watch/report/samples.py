@@ -1,7 +1,7 @@
 """Sample conversations of a report: of the oldest and the newest policy whose rollouts can be read, unselected.
 
-Called by `facts`. For each environment it takes a version's first group by slot, and of it the first rollouts, so that
-nobody can say that good ones were picked. Held-out episodes are shown only to the host.
+For each environment it takes a version's first group by slot, and of it the first rollouts, so that nobody can say that
+good ones were picked. Held-out episodes are shown only to the host.
 """
 
 import contextlib

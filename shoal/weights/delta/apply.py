@@ -1,7 +1,7 @@
 """Makes a version's directory from that of an earlier version and the patches between.
 
-Called by `fetch`, which brings the patches. It knows no network. The weights are copied, so the earlier version stays as it
-is; a kill leaves an unfinished directory, which the next attempt begins anew. What comes out is verified by its root.
+It knows no network. The weights are copied, so the earlier version stays as it is; a kill leaves an unfinished directory,
+which the next attempt begins anew. What comes out is verified by its root.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """Rank and select: how many members of a set come before a position, and where the member of a rank is.
 
-Called by `weights/delta/encoding`, which numbers the values of a tensor within each range of exponents. Pure, needs only
-numpy. A set is one bit for each position, with the number of members up to each word of 64 bits (G. Jacobson,
-doi:10.1109/SFCS.1989.63533). Building that costs less than 0.1 ns a position, so it is made whenever it is needed.
+Pure, needs only numpy. A set is one bit for each position, with the number of members up to each word of 64 bits (G.
+Jacobson, doi:10.1109/SFCS.1989.63533). Building that costs less than 0.1 ns a position, so it is made whenever it is
+needed.
 
 Axes: N positions, W words, P requested positions or ranks.
 """

@@ -1,9 +1,8 @@
 """The changed values of a piece of a tensor, as few bytes: what a patch consists of.
 
-Called by `weights/delta/patch` with two versions of a piece, or with one version and the bytes. It knows no files, no
-network and no checkpoint. An optimiser's step is about as large for every weight, so a weight that is twice as large
-changes half as often once it is rounded: how likely a change is depends on the exponent and on little else. Most changes
-move a value to its neighbour. Thus
+It knows no files, no network and no checkpoint. An optimiser's step is about as large for every weight, so a weight that is
+twice as large changes half as often once it is rounded: how likely a change is depends on the exponent and on little else.
+Most changes move a value to its neighbour. Thus
 
     piece       number of groups; of each, the lowest and the highest exponent (a byte each) and the number of values in
                 it; counts of each group and of the crossings; places and sizes as sets; directions and remainders as

@@ -1,8 +1,7 @@
 """Sets of integers as bits: the gaps between members, in Golomb-Rice codes (doi:10.1109/TIT.1966.1053907).
 
-Called by `weights/delta/encoding`, which says with it which values of a tensor changed. Pure, needs only numpy. The reader
-takes bytes from strangers: every count is compared with its limit before anything is allocated, each thing has one encoding
-only, and anything else raises `BadBits`.
+Pure, needs only numpy. The reader takes bytes from strangers: every count is compared with its limit before anything is
+allocated, each thing has one encoding only, and anything else raises `BadBits`.
 
     number     LEB128: 7 bits a byte, lowest first, the high bit set on all bytes but the last
     bits       values of known widths, lowest bits first, filled up with zeros to whole bytes

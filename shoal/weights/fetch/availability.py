@@ -1,7 +1,6 @@
 """Which source has which chunks, where a source says so: relays that are still filling have some and lack others.
 
-Called by `transfer`, which asks for what is rare first, so that the sources of a swarm soon have all chunks together. What
-a source says may be wrong: it is asked for a chunk and fails, and is left like any other source.
+What a source says may be wrong: it is asked for a chunk and fails, and is left like any other source.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Which sources a node leaves out of its next fetches, and until when: those that lied, and those that it cannot reach.
 
-Called by `relays`. A fetch forgets its sources when it ends. Without this memory a source could send wrong bytes at the
-beginning of each fetch. Blame is the node's own: it tells nobody, and nobody can make it blame another.
+A fetch forgets its sources when it ends. Without this memory a source could send wrong bytes at the beginning of each
+fetch. Blame is the node's own: it tells nobody, and nobody can make it blame another.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """What a version needs, and what of it is here: in its unfinished directory, or in another version of the same folder.
 
-Called by `fetch` before and while it asks sources. It hashes whatever it reuses, and knows no network. The bytes of a chunk
-that is being fetched are in a file of their own until the chunk is whole, so a killed fetch goes on within a chunk.
+It hashes whatever it reuses, and knows no network. The bytes of a chunk that is being fetched are in a file of their own
+until the chunk is whole, so a killed fetch goes on within a chunk.
 """
 
 import hashlib

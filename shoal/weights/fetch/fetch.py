@@ -1,11 +1,11 @@
 """Fetch the version that a manifest describes into a checkpoint directory, and verify every byte.
 
-Called by workers, validators and auditors with a signed manifest. A fetch that was cut short goes on where it stopped. It
-trusts no source and does not depend on any role. One process uses a folder.
+A fetch that was cut short goes on where it stopped. It trusts no source and does not depend on any role. One process uses a
+folder.
 
-A version comes whole, or by patches from another version (`follow`); `ways` says which is cheapest. A chunk comes from
-the first of these that has it: the unfinished directory, a version already here (`pieces`), a source (`transfer`). The
-directory appears under its name whole, or not at all (`finish`).
+A version comes whole, or by patches from another version (`delta/apply`); `delta/plan` says which is cheapest. A chunk
+comes from the first of these that has it: the unfinished directory, a version already here (`chunks`), a source
+(`transfer`). The directory appears under its name whole, or not at all (`verify_directory`).
 """
 
 import asyncio

@@ -65,7 +65,7 @@ class Progress:
 #
 # Asks, watches, goes on elsewhere, and blames by evidence.
 #
-# `choose` decides who is asked; this file knows the chunks and their bytes. It ends as long as one source serves right
+# `scheduler` decides who is asked; this file knows the chunks and their bytes. It ends as long as one source serves right
 # bytes, however slowly. No chunk is held in memory.
 #
 # A chunk that one source began may be finished by another. If the whole is then wrong, nobody is blamed yet: the chunk is
