@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a fil
 
 from benchmarks.crowd import WORK_S, Caller, Town
 from benchmarks.watch import write_run
-from shoal.net.process import port_of_living
+from shoal.net.server_process import port_of_living
 from shoal.run_folder import RunFolder
 from shoal.watch.page import PageRuns, page_app
 from shoal.watch.page.page_runs import CHANGE_EVERY_S

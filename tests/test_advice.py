@@ -56,7 +56,7 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "monitors/disk.py": ("run", "host"),
     "net/blobs.py": ("run", "host"),
     "net/forward_proxy.py": ("join", "validate"),
-    "net/process.py": ("host", "relay"),
+    "net/server_process.py": ("host", "relay"),
     "plan/forecast.py": ("plan",),
     "models/checkpoint.py": ("join",),
     "protocol/tolerances.py": ("join",),

@@ -11,7 +11,7 @@ BUDGETS = {
     "env_packages": Room(13, 2378, 1271),
     "envs": Room(51, 9229, 5420),
     "graders": Room(11, 1957, 1004),
-    "jobs": Room(15, 1934, 1197),
+    "jobs": Room(15, 1940, 1197),
     "launch": Room(36, 7714, 4766),
     "ledger": Room(37, 6170, 3467),
     "models": Room(32, 6107, 3203),

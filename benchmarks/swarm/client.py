@@ -19,7 +19,7 @@ import uvloop
 from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits, connections_that_fit, http_server
 from shoal.net.key_files import load_or_make_key
-from shoal.net.process import listen
+from shoal.net.server_process import listen
 from shoal.protocol.constants import MAX_MANIFEST_BYTES
 from shoal.protocol.messages import RunInfo
 from shoal.roles.node.serve_chunks import application, offer

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from shoal.protocol.curriculum import Difficulty
+from shoal.protocol.curriculum_config import Difficulty
 from shoal.tree import Section
 
 

@@ -11,7 +11,7 @@ from shoal.config.curriculum import DifficultyConfig, wire_difficulty
 from shoal.config.env_settings import EnvConfig, JudgeConfig
 from shoal.config.policy import PolicyConfig, StartPolicy
 from shoal.protocol.algorithm_config import Algorithm, Grpo
-from shoal.protocol.curriculum import Difficulty
+from shoal.protocol.curriculum_config import Difficulty
 from shoal.protocol.messages import Bounds, Sampling
 from shoal.protocol.noise import PHILOX, FamilyName
 from shoal.protocol.tolerances import MEAN_OF_LOGPROB, Dtype

@@ -33,13 +33,19 @@ from shoal.envs.load import env_of
 from shoal.envs.prompt_preview import learned_row
 from shoal.errors import ConfigError, StateError, cause_of, remedy_of
 from shoal.evaluation_files import interval_of, why_not_comparable
-from shoal.jobs.sft_examples import Example, chosen_rows, demand_more_than_guessing, demand_positions, scripted_games
+from shoal.jobs.cold_start_examples import (
+    Example,
+    chosen_rows,
+    demand_more_than_guessing,
+    demand_positions,
+    scripted_games,
+)
 from shoal.models.checkpoint import save_policy
 from shoal.models.hub_download import Hub
 from shoal.models.interface import PolicyModel
 from shoal.models.open_model import open_policy
 from shoal.models.random_model import make_tiny
-from shoal.net.process import stop_requested
+from shoal.net.server_process import stop_requested
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.messages import POLICY, Sampling
 from shoal.protocol.package_reference import is_hub

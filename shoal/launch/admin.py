@@ -18,7 +18,7 @@ from shoal.ledger.hints import SAYS_FORK
 from shoal.ledger.run_decisions import surplus_of
 from shoal.net.client import Client, PeerRefused
 from shoal.net.key_files import load_key, load_or_make_key, save_key
-from shoal.net.process import living_pid, port_of_living
+from shoal.net.server_process import living_pid, port_of_living
 from shoal.protocol.constants import EPISODES, MAIN_STREAM, MIN_LR_FACTOR
 from shoal.protocol.host_signatures import sign_rotation
 from shoal.protocol.messages import AdminRequest, NodeState, Rotation, RunInfo, Status, WriteAck

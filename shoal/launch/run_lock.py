@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shoal.config import HostConfig
 from shoal.errors import ShoalError, StateError, cause_of
-from shoal.net.process import listen, port_of_last_start
+from shoal.net.server_process import listen, port_of_last_start
 from shoal.run_folder import RunFolder, is_locked
 
 LOCK_WAIT_S = 5.0

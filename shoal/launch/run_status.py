@@ -19,7 +19,7 @@ from shoal.errors import StateError
 from shoal.evaluation_files import Heldout
 from shoal.metrics import pace_of, read_metrics
 from shoal.net.key_files import load_key
-from shoal.net.process import local_url, reader_url, told_address
+from shoal.net.server_process import local_url, reader_url, told_address
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.encoding import WireError, from_json
 from shoal.protocol.messages import NodeState, Status

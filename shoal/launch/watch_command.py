@@ -31,7 +31,7 @@ from shoal.launch.url_status import RemoteRun, cleaned_metrics
 from shoal.ledger.log.writer import BrokenLog, UnknownRules
 from shoal.metrics import read_metrics
 from shoal.net.client import Client
-from shoal.net.process import living_pid, port_of_living
+from shoal.net.server_process import living_pid, port_of_living
 from shoal.protocol.messages import NodeState, Status
 from shoal.roles.coordinator.main import demand_whole_log
 from shoal.run_folder import RunFolder, is_locked, is_url

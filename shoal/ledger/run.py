@@ -8,7 +8,7 @@ import msgspec
 from shoal.ledger.constants import Law
 from shoal.ledger.event import Entry
 from shoal.ledger.state import State
-from shoal.protocol.curriculum import Difficulty
+from shoal.protocol.curriculum_config import Difficulty
 from shoal.protocol.messages import AlarmEvidence, EnvSpec, LrFactor, Message, Rules, Sampling
 from shoal.protocol.task_draws import TaskList
 

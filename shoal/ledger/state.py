@@ -14,7 +14,7 @@ from shoal.ledger.event import GENESIS
 from shoal.ledger.fault_rate import FaultsRecord
 from shoal.ledger.records import LeaseRecord, NodeRecord, StreamRecord, SubmissionRecord
 from shoal.protocol.constants import MAIN_STREAM
-from shoal.protocol.curriculum import Difficulty
+from shoal.protocol.curriculum_config import Difficulty
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.messages import EnvSpec, Publishers, Rules, Sampling
 from shoal.protocol.task_draws import TaskList

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal.protocol.curriculum import Difficulty
+from shoal.protocol.curriculum_config import Difficulty
 from shoal.protocol.task_draws import DrawTable, EnvDraw, TaskPool
 
 EASY, NORMAL, HARD, RETIRED = "easy", "normal", "hard", "retired"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.net.blobs import shelf
 from shoal.net.connection_limits import ServerLimits, connections_that_fit, http_server
-from shoal.net.process import listen, port_of_last_start, tell_address
+from shoal.net.server_process import listen, port_of_last_start, tell_address
 from shoal.run_folder import RunFolder
 
 log = logging.getLogger("origin")

@@ -21,7 +21,7 @@ from shoal.errors import Interrupted, NothingYet, Overreach, PeerError
 from shoal.models.device import CPU, demand_device
 from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
-from shoal.net.process import Stopping
+from shoal.net.server_process import Stopping
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import vine_of
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES

@@ -21,7 +21,7 @@ from shoal.envs.replay import ReplayResult, replay_group, retell
 from shoal.envs.rollout import Conversation
 from shoal.envs.run_settings import with_settings
 from shoal.errors import ConfigError, ShoalError
-from shoal.jobs.sft_examples import scripted_games
+from shoal.jobs.cold_start_examples import scripted_games
 from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.encoding import digest, to_msgpack

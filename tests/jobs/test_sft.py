@@ -20,9 +20,9 @@ from shoal.cli import main
 from shoal.config import TinyPolicy
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.errors import ConfigError, MessagesRefused, ShoalError, StateError
-from shoal.jobs import sft, sft_examples
+from shoal.jobs import cold_start_examples, sft
+from shoal.jobs.cold_start_examples import scripted_games
 from shoal.jobs.evaluate import planned
-from shoal.jobs.sft_examples import scripted_games
 from shoal.models.config import write_json
 from shoal.models.random_model import make_tiny
 from shoal.protocol.messages import POLICY
@@ -474,7 +474,7 @@ def test_code_that_raises_is_named_in_one_line(now: str, then: str, says: str, t
 def test_games_that_no_row_can_hold_are_told_from_a_player_that_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sft_examples, "MOST_TOKENS", 8)
+    monkeypatch.setattr(cold_start_examples, "MOST_TOKENS", 8)
     (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
     (tmp_path / "shout.py").write_text(SHOUT.replace('"content": task', '"content": task * 20'))
     with pytest.raises(sft.ConfigError, match="no game of environment shout fits in 8 tokens"):

@@ -29,7 +29,7 @@ from shoal.launch.watch_command import FolderWatch
 from shoal.ledger.commands import JoinRun, LeaveRun
 from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
-from shoal.net.process import living_pid, port_of_last_start, port_of_living, tell_address
+from shoal.net.server_process import living_pid, port_of_last_start, port_of_living, tell_address
 from shoal.protocol import messages as t
 from shoal.run_folder import RunFolder, is_locked, write_atomically
 from tests.roles.in_memory_run import Town, tiny_run

@@ -21,7 +21,7 @@ from shoal.config.stages import StagesConfig, load_stages, settings_of
 from shoal.errors import ConfigError, StateError
 from shoal.evaluation_files import Heldout
 from shoal.jobs import sft
-from shoal.jobs.sft_examples import chosen_rows
+from shoal.jobs.cold_start_examples import chosen_rows
 from shoal.launch.conversation import group_of
 from shoal.launch.role_process import RoleProcess
 from shoal.launch.stage_jobs import Input, Job, demand_doable, demand_same_inputs, digest_below, job_of

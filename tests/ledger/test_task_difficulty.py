@@ -18,7 +18,7 @@ from shoal.ledger.task_difficulty import (
     solve_rate,
     table_after,
 )
-from shoal.protocol.curriculum import Difficulty
+from shoal.protocol.curriculum_config import Difficulty
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import EnvSpec, GroupVerdict, Verdict
 from shoal.protocol.task_draws import EnvDraw, TaskPool

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from shoal.net.process import ONE_STOP_S
+from shoal.net.server_process import ONE_STOP_S
 
 BUSY = """
 import asyncio, time
-from shoal.net.process import Stopping
+from shoal.net.server_process import Stopping
 
 async def role():
     stopping = Stopping()

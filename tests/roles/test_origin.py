@@ -16,7 +16,7 @@ from shoal.net import urls
 from shoal.net.blobs import FolderBlobs, shelf
 from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits
-from shoal.net.process import listen
+from shoal.net.server_process import listen
 from shoal.protocol.messages import RunInfo
 from shoal.roles.coordinator.calls import application
 from shoal.run_folder import RunFolder

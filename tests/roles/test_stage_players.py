@@ -26,9 +26,9 @@ from shoal.models.random_model import make_tiny
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.roles.env_server.env_process import Opening, ProcessAnswer, ProcessRequest, TimeLeft, loud
+from shoal.roles.env_server.episode_processes import ChildPlayer, ProcessDied, Shard
 from shoal.roles.env_server.process_pool import EnvProcessPool
 from shoal.roles.env_server.replies import Memo
-from shoal.roles.env_server.shards import ChildPlayer, ProcessDied, Shard
 from shoal.roles.env_server.turns import TurnLimits, TurnRequest, record_of, take_turn
 
 ODD = '''
@@ -366,7 +366,7 @@ def test_an_episode_that_depends_on_the_hash_seed_can_be_played_again(theatre) -
 
 
 def test_episodes_that_were_idle_are_played_again(theatre, monkeypatch) -> None:
-    monkeypatch.setattr("shoal.roles.env_server.shards.HELD", 1)
+    monkeypatch.setattr("shoal.roles.env_server.episode_processes.HELD", 1)
     theatre.turn(0, 0)
     theatre.turn(12, 0)
     assert theatre.played(0).ending == theatre.played(12).ending == "environment"
@@ -392,7 +392,7 @@ def test_an_environment_that_was_changed_since_the_log_began_is_refused_by_name(
 
 def test_a_slow_environment_gets_more_processes_and_holds_up_no_other(tmp_path, policy, monkeypatch) -> None:
     """The judge of one environment takes half a second for each answer."""
-    monkeypatch.setattr("shoal.roles.env_server.shards.SLOW_S", 0.3)
+    monkeypatch.setattr("shoal.roles.env_server.episode_processes.SLOW_S", 0.3)
     theatre = Theatre(tmp_path, policy, most=8)
 
     def turn(env: str, slot: int, turn: int) -> float:
@@ -545,7 +545,7 @@ def test_an_environment_that_lets_no_thread_run_ends_with_the_stage(theatre) -> 
     stage = """
 import os, sys, threading, time, msgspec
 from shoal.roles.env_server.env_process import Opening, ProcessRequest
-from shoal.roles.env_server.shards import ChildPlayer
+from shoal.roles.env_server.episode_processes import ChildPlayer
 player = ChildPlayer(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Opening))
 player.ask(ProcessRequest(0, label="odd", task=0), 60.0)
 threading.Thread(target=player.ask, args=(ProcessRequest(1, label="odd", task=15), 60.0), daemon=True).start()
@@ -579,6 +579,6 @@ def test_a_system_without_room_for_a_process_fails_no_rollout(theatre, monkeypat
 
 
 def test_an_answer_beyond_all_sizes_ends_the_process(theatre, monkeypatch) -> None:
-    monkeypatch.setattr("shoal.roles.env_server.shards.MAX_FRAME_BYTES", 8)
+    monkeypatch.setattr("shoal.roles.env_server.episode_processes.MAX_FRAME_BYTES", 8)
     with pytest.raises(ProcessDied, match="limit 8"):
         theatre.make("odd").ask(ProcessRequest(0, label="odd"), 1.0)

@@ -8,9 +8,9 @@ import pytest
 from shoal.errors import StateError
 from shoal.protocol import messages as t
 from shoal.roles.env_server.env_process import ProcessAnswer, ProcessRequest
+from shoal.roles.env_server.episode_processes import ProcessDied, Shard
 from shoal.roles.env_server.process_pool import EnvProcessPool
 from shoal.roles.env_server.replies import FinalScore, Memo, PlacedReply, Reply, Taken
-from shoal.roles.env_server.shards import ProcessDied, Shard
 from shoal.roles.env_server.turns import TurnRequest
 
 SLOT = t.Slot(0, "00" * 32, "toy", 0)

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from shoal.launch.admin import invitation
 from shoal.launch.preflight import onlookers
-from shoal.net.process import port_of_living
+from shoal.net.server_process import port_of_living
 from shoal.roles.coordinator.calls import application
 from shoal.roles.coordinator.main import open_run
 from shoal.run_folder import RunFolder

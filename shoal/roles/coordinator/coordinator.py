@@ -31,7 +31,7 @@ from shoal.ledger.verdict_decisions import overdue
 from shoal.metrics import MetricsTail
 from shoal.models.open_model import needs_transformers
 from shoal.net.blobs import FolderBlobs, Upload
-from shoal.net.process import port_of_living
+from shoal.net.server_process import port_of_living
 from shoal.protocol import messages as t
 from shoal.protocol.branch_parents import most_bytes
 from shoal.protocol.constants import BODY_WINDOW_S, COMPLETIONS, MAX_LEASE_BLOCKS, MAX_OPEN_LEASES

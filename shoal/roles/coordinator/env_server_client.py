@@ -18,8 +18,8 @@ from shoal.ledger.errors import Refused
 from shoal.ledger.hints import ENDED_CALLS
 from shoal.ledger.records import LeaseRecord
 from shoal.net.client import Client, PeerRefused
-from shoal.net.process import told_address
 from shoal.net.server import RequestRefused
+from shoal.net.server_process import told_address
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.signing import Key

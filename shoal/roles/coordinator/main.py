@@ -37,7 +37,7 @@ from shoal.ledger.run import Create, RunCreated
 from shoal.ledger.state import State
 from shoal.net.connection_limits import ServerLimits, connections_that_fit, http_server
 from shoal.net.key_files import load_key, load_or_make_key
-from shoal.net.process import listen, port_of_last_start, tell_address
+from shoal.net.server_process import listen, port_of_last_start, tell_address
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import vine_of
 from shoal.protocol.constants import COMPLETIONS, EPISODES, MODEL_STOPS

@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal.config import HostConfig
 from shoal.errors import cause_of
 from shoal.net.blobs import FolderBlobs, path_of
-from shoal.net.process import port_of_living
+from shoal.net.server_process import port_of_living
 
 log = logging.getLogger("coordinator")
 

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from functools import partial
 
 from shoal.protocol.messages import Slot
+from shoal.roles.env_server.episode_processes import Player, Shard
 from shoal.roles.env_server.replies import FinalScore, Memo, Reply, group_name
-from shoal.roles.env_server.shards import Player, Shard
 from shoal.roles.env_server.turns import TurnRequest
 
 START_PLAYERS = 2

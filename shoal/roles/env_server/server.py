@@ -26,15 +26,15 @@ from shoal.net import server
 from shoal.net.connection_limits import ServerLimits as Connections
 from shoal.net.connection_limits import http_server
 from shoal.net.key_files import load_or_make_key
-from shoal.net.process import tell_address
 from shoal.net.server import Gate, RequestRefused, answer_bytes
+from shoal.net.server_process import tell_address
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import digest, from_msgpack, to_msgpack
 from shoal.roles.env_server.env_process import Opening
+from shoal.roles.env_server.episode_processes import ChildPlayer, Player
 from shoal.roles.env_server.process_pool import EnvProcessPool
 from shoal.roles.env_server.replies import Memo
-from shoal.roles.env_server.shards import ChildPlayer, Player
 from shoal.roles.env_server.turns import Conflict, TurnLimits, record_of, take_turn
 from shoal.roles.node.reward_parts import ScoreFile
 from shoal.run_folder import RunFolder

@@ -10,7 +10,7 @@ from shoal.chat.isolated import ContainedRenderer, RendererLimits
 from shoal.chat.renderer import FILES, Renderer
 from shoal.engine.interface import Engine, is_in_place
 from shoal.errors import PeerError, StateError
-from shoal.net.process import Stopping
+from shoal.net.server_process import Stopping
 from shoal.protocol.constants import MODEL_STOPS, VLLM
 from shoal.protocol.messages import RunInfo
 from shoal.protocol.required_features import ADAPTERS, CODED_BASE

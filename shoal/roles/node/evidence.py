@@ -17,7 +17,7 @@ from typing import Literal, TypeVar, get_args
 
 from shoal.errors import DISK_FULL, PeerError, StateError, Superseded, cause_of
 from shoal.net.client import LONGEST_RETRY_S, Client
-from shoal.net.process import Stopping
+from shoal.net.server_process import Stopping
 from shoal.protocol.encoding import WireError, digest, from_json
 from shoal.protocol.messages import Receipt, Status
 from shoal.run_folder import write_atomically

@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from shoal.errors import PeerError, StateError
 from shoal.net.client import MAX_REASON_CHARS
-from shoal.net.process import Stopping
+from shoal.net.server_process import Stopping
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import vine_of
 from shoal.protocol.branching import is_continued

@@ -23,8 +23,8 @@ from shoal.errors import NothingYet, PeerError
 from shoal.net.blobs import FileAnswer, shelf
 from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits, http_server
-from shoal.net.process import listen
 from shoal.net.server import Gate, answer
+from shoal.net.server_process import listen
 from shoal.protocol.messages.relays import RelayOffer, RelayProof, RelayStanding
 from shoal.protocol.relay_proof import sign_proof
 from shoal.protocol.signing import Key

@@ -29,7 +29,7 @@ from shoal.errors import Overreach, PeerError
 from shoal.ledger.constants import RULES_VERSION
 from shoal.models.device import CPU
 from shoal.net.client import Client, PeerRefused
-from shoal.net.process import Stopping
+from shoal.net.server_process import Stopping
 from shoal.protocol import messages as t
 from shoal.protocol.branching import NO_FIT, groups_fit
 from shoal.protocol.constants import COMPLETIONS, MAX_MANIFEST_BYTES, VLLM

@@ -17,7 +17,7 @@ from shoal.ledger.constants import RULES_VERSION
 from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits, connections_that_fit
 from shoal.net.key_files import load_or_make_key
-from shoal.net.process import Stopping, listen
+from shoal.net.server_process import Stopping, listen
 from shoal.protocol.messages import RunInfo
 from shoal.protocol.signing import Key
 from shoal.roles.node.serve_chunks import application, serving

@@ -16,7 +16,7 @@ from shoal.errors import EXIT_TRY_AGAIN, ConfigError
 from shoal.models.device import CUDA, take_device
 from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
-from shoal.net.process import SIGNALS
+from shoal.net.server_process import SIGNALS
 from shoal.roles.trainer.models import start_policy
 from shoal.roles.trainer.trainer import Learning, Trainer
 from shoal.run_folder import RunFolder

@@ -29,7 +29,7 @@ from shoal.models.transformer import Transformer
 from shoal.models.value_head import begin_valued
 from shoal.net.client import Client
 from shoal.net.key_files import find_key, load_or_make_key
-from shoal.net.process import Stopping
+from shoal.net.server_process import Stopping
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import narrowest_bound
 from shoal.protocol.signing import Key

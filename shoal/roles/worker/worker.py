@@ -24,7 +24,7 @@ from shoal.errors import Interrupted, NothingYet, Overreach, PeerError, Supersed
 from shoal.models.device import CPU, demand_device
 from shoal.net.client import Client, PeerRefused
 from shoal.net.key_files import load_or_make_key
-from shoal.net.process import Stopping
+from shoal.net.server_process import Stopping
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import digest, to_json

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 
 from shoal.config import is_loopback
 from shoal.errors import ShoalError
-from shoal.net.process import local_url
+from shoal.net.server_process import local_url
 from shoal.run_folder import RunFolder, is_url
 
 ANY_PLACE = "RUN_FOLDER_OR_URL"

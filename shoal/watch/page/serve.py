@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from shoal.config.run_file import HostConfig
 from shoal.errors import StateError
 from shoal.net.connection_limits import ServerLimits, connections_that_fit, http_server
-from shoal.net.process import listen, port_of_last_start, tell_address
+from shoal.net.server_process import listen, port_of_last_start, tell_address
 from shoal.run_folder import RunFolder, is_url
 from shoal.watch.page.app import page_app
 from shoal.watch.page.page_runs import PageRuns

@@ -26,7 +26,7 @@ from shoal.ledger.state import State
 from shoal.metrics import MAX_LINE_BYTES, MetricsTail
 from shoal.net.client import Client, PeerRefused
 from shoal.net.key_files import load_key
-from shoal.net.process import reader_url
+from shoal.net.server_process import reader_url
 from shoal.protocol import messages as t
 from shoal.protocol.constants import CHAIN_LENGTH
 from shoal.protocol.encoding import digest
