@@ -1,7 +1,7 @@
 """Which process plays which rollout: each environment has processes of its own, and more of them if it is slow.
 
 So an environment that waits for a judge holds up no other environment, and few of its own episodes. It knows processes only
-through `shards`.
+through `episode_processes`.
 """
 
 import threading
