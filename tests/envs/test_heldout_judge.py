@@ -89,7 +89,7 @@ def test_turns_are_judged_one_after_another_until_the_judge_is_done(answering_en
 def test_a_judge_that_raises_is_told_with_the_place_and_has_no_mean(answering_engine, renderer, sampling) -> None:
     found = evaluate(answering_engine(lambda text: "yes"), renderer, Twice(), 4, 0, sampling, judge=Twice(raises=True))
     assert found.mean == 2.5 and found.fault == "" and found.judge is not None and found.judge.mean is None
-    assert "test_second_opinion.py line" in found.judge.fault and "ValueError: no opinion" in found.judge.fault
+    assert "test_heldout_judge.py line" in found.judge.fault and "ValueError: no opinion" in found.judge.fault
 
 
 def test_a_judge_is_not_asked_about_episodes_on_which_the_environment_failed(
