@@ -131,3 +131,13 @@ def version_of(name: str, final: int | None = -1) -> int | None:
     # int() refuses very long texts, and takes signs, spaces, underscores and digits of other scripts.
     sound = name.startswith("v") and digits.isascii() and digits.isdecimal() and len(digits) < 20  # guard: stray-names
     return int(digits) if sound else None
+
+
+def _label(name: str) -> str:
+    return name if name in (BEFORE, AFTER) else f"v{version_of(name)}"
+
+
+def results_in(folder: Path) -> tuple[tuple[str, Heldout], ...]:
+    """The evaluations in a run's folder for them, oldest version first."""
+    found = [(name, read_heldout(folder / f"{name}.json")) for name in evaluations_in(folder)]
+    return tuple((_label(name), heldout) for name, heldout in found if heldout is not None)

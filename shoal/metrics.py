@@ -386,3 +386,15 @@ class MetricsTail:
     def _begin_again(self, file_number: int) -> None:
         self._file_number, self._read_bytes, self.unread = file_number, 0, 0
         self._places, self._steps = {}, []
+
+
+HEADLINE_METRICS = (
+    ("reward", "reward_all_mean", "3f"),
+    ("entropy", "entropy_nats", "3f"),
+    ("clipped", "clip_share", "%"),
+    ("max |log ratio|", "log_ratio_abs_max_nats", "3f"),
+    ("solved", "solve_rate", "%"),
+    ("no signal", "zero_signal_share", "%"),
+    ("trainer waits", "waiting_share", "%"),
+)
+"""Label, name in metrics.jsonl, format."""

@@ -16,10 +16,9 @@ from shoal.config import RunConfig, load_run
 from shoal.engine.dishonest import Cheat, Fabricate
 from shoal.engine.interface import Continuation, Engine, EngineRequest
 from shoal.engine.native import LocalEngine
-from shoal.evaluation_files import BEFORE
+from shoal.evaluation_files import BEFORE, results_in
 from shoal.jobs import evaluate
 from shoal.launch.alarms import LOOK_EVERY_S, AlarmWatch, evaluations, setting_of
-from shoal.launch.evaluations import results_in
 from shoal.launch.run_status import MetricsWatch, RunStatus
 from shoal.ledger.commands import Admin
 from shoal.ledger.log.sqlite_store import Store, sqlite_url

@@ -12,8 +12,7 @@ from msgspec import UNSET
 
 from shoal.config import HostConfig, is_loopback
 from shoal.errors import ConfigError, PeerError, StateError
-from shoal.launch.role_process import suspended_process
-from shoal.launch.run_status import CoordinatorWatch
+from shoal.launch.run_status import CoordinatorWatch, suspended_process
 from shoal.ledger.hints import SAYS_FORK
 from shoal.ledger.run_decisions import surplus_of
 from shoal.net.client import Client, PeerRefused

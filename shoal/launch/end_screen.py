@@ -6,7 +6,8 @@ Pure, as `launch/terminal_view` is.
 import io
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shoal.config import EnvConfig
 from shoal.envs.run_settings import LOWEST
 from shoal.evaluation_files import Heldout, format_of, why_no_mean, why_not_comparable
 from shoal.launch.conversation import SPEAKERS
-from shoal.launch.summary import RunEnd
+from shoal.launch.run_status import RunStatus
 from shoal.launch.terminal_panels import BLANK, duration, last_reason, reasons
 from shoal.ledger.members import ASKED_BY_HOST
 from shoal.terminal import command, printable
@@ -30,6 +32,28 @@ from shoal.terminal import command, printable
 _COLOURS = {"policy": "bold cyan", "user": "white", "system": "dim"}
 _FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 _MARKS = {"=": "green", "+": "dark_goldenrod", "-": "grey35"}
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """What the last table shows."""
+
+    summary: dict[str, Any]
+    run_dir: Path
+    snapshot: RunStatus
+    envs: tuple[EnvConfig, ...]
+    games: tuple[tuple[str, dict[str, Any]], ...]
+    """Sample episodes of the final policy, each with the label of its environment."""
+    called: Mapping[str, str]
+    """What summary.json calls each worker, by key."""
+    advice: tuple[str, ...] = ()
+    """If the run ended without a gain: what it saw, and what to change."""
+    recipe: str = "RECIPE"
+    """The run file and its options as they are typed, if they are known."""
+    fault: str = ""
+    """The error that most groups share on which an environment failed, with its line; empty if none is known."""
+    hosted: bool = False
+    """Whether it was hosted for others, without workers of its own."""
 
 
 def render_end(end: RunEnd) -> RenderableType:

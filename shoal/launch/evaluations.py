@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.config import RunConfig
-from shoal.evaluation_files import AFTER, BEFORE, Heldout, evaluations_in, read_heldout, version_of
+from shoal.evaluation_files import AFTER, BEFORE, Heldout, read_heldout, results_in, version_of
 from shoal.launch.role_process import RoleProcess
 from shoal.run_folder import RunFolder
 
@@ -82,13 +82,3 @@ class Evaluations:
     def _begin(self, name: str, checkpoint: Path, one_in: int = 1) -> None:
         out = self._folder.evaluations / f"{name}.json"
         self.processes.append(self._make(f"evaluate-{name}", checkpoint, out, one_in))
-
-
-def results_in(folder: Path) -> tuple[tuple[str, Heldout], ...]:
-    """The evaluations in a run's folder for them, oldest version first."""
-    found = [(name, read_heldout(folder / f"{name}.json")) for name in evaluations_in(folder)]
-    return tuple((_label(name), heldout) for name, heldout in found if heldout is not None)
-
-
-def _label(name: str) -> str:
-    return name if name in (BEFORE, AFTER) else f"v{version_of(name)}"

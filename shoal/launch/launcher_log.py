@@ -12,8 +12,8 @@ from typing import Literal
 from rich.console import RenderableType
 
 from shoal.launch.log_rotation import log_into
-from shoal.launch.role_process import RoleProcess, suspended_process
-from shoal.launch.run_status import RunStatus
+from shoal.launch.role_process import RoleProcess
+from shoal.launch.run_status import RunStatus, suspended_process
 from shoal.launch.terminal_view import RunView
 
 

@@ -20,6 +20,7 @@ import psutil
 from shoal.config import child_environment
 from shoal.errors import EXIT_DONE, EXIT_USER_ERROR
 from shoal.launch.log_rotation import LogFile
+from shoal.launch.run_status import suspended_process
 from shoal.ledger.hints import CONTINUE_REMEDY, ENDED_CALLS, IS_STOPPED, split_remedy
 
 MAX_QUICK_DEATHS = 5
@@ -243,14 +244,6 @@ def _death(code: int) -> str:
 
 _RSS_UNITS_PER_MB = 1024.0 * 1024.0 if sys.platform == "darwin" else 1024.0
 """`ru_maxrss` counts bytes on macOS and KiB elsewhere."""
-
-
-def suspended_process(pid: int | None) -> str:
-    """That a process was stopped by a signal, and how it goes on; empty if it was not."""
-    with contextlib.suppress(psutil.Error):
-        if pid and psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-            return f"its process {pid} {IS_STOPPED}: `kill -CONT {pid}`"
-    return ""
 
 
 _SILENT = re.compile(r"([^,;:]+) \(([0-9a-f]{12})\) (?:silent for|left)")

@@ -5,6 +5,7 @@ that restarts gives no answer.
 """
 
 import contextlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import psutil
 
 from shoal.alarms import Alarm
 from shoal.errors import StateError
 from shoal.evaluation_files import Heldout
+from shoal.ledger.hints import IS_STOPPED
 from shoal.metrics import pace_of, read_metrics
 from shoal.net.key_files import load_key
 from shoal.net.server_process import local_url, reader_url, told_address
@@ -263,3 +266,23 @@ def seconds_left(snapshot: RunStatus) -> float | None:
 def left_label(snapshot: RunStatus) -> str:
     """Name of the time left in a line: whether it is that of the steps alone."""
     return "left" if snapshot.evaluation_s else "left_for_steps"
+
+
+USAGE = "usage.json"
+"""The file in the run's folder."""
+
+
+def wall_s_before(path: Path) -> float:
+    """Seconds that a run was live, as its launcher last wrote them; 0 if it did not."""
+    try:
+        return float(json.loads(path.read_bytes())["wall_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def suspended_process(pid: int | None) -> str:
+    """That a process was stopped by a signal, and how it goes on; empty if it was not."""
+    with contextlib.suppress(psutil.Error):
+        if pid and psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return f"its process {pid} {IS_STOPPED}: `kill -CONT {pid}`"
+    return ""

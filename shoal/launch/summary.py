@@ -9,15 +9,15 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msgspec import UNSET
 
-from shoal.config import EnvConfig, RunConfig, preset_lr
+from shoal.config import RunConfig, preset_lr
 from shoal.errors import ShoalError, StateError, cause_of
 from shoal.evaluation_files import AFTER, BEFORE, read_heldout
+from shoal.launch.end_screen import RunEnd
 from shoal.launch.role_process import RoleUsage, own_use
 from shoal.launch.run_status import RunStatus, names_apart, own_keys
 from shoal.launch.sizing import first_spec, learned_parameters_of
@@ -30,17 +30,6 @@ from shoal.run_folder import RunFolder, write_atomically
 from shoal.terminal import as_called
 from shoal.watch.no_gain import LearningSetup, diagnose
 from shoal.weights.manifest import weights_root
-
-USAGE = "usage.json"
-"""The file in the run's folder."""
-
-
-def wall_s_before(path: Path) -> float:
-    """Seconds that a run was live, as its launcher last wrote them; 0 if it did not."""
-    try:
-        return float(json.loads(path.read_bytes())["wall_s"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
 
 
 class UsageBook:
@@ -90,28 +79,6 @@ class UsageBook:
             write_atomically(self._path, json.dumps(tree, indent=1).encode())
         except OSError:
             return
-
-
-@dataclass(frozen=True)
-class RunEnd:
-    """What the last table shows."""
-
-    summary: dict[str, Any]
-    run_dir: Path
-    snapshot: RunStatus
-    envs: tuple[EnvConfig, ...]
-    games: tuple[tuple[str, dict[str, Any]], ...]
-    """Sample episodes of the final policy, each with the label of its environment."""
-    called: Mapping[str, str]
-    """What summary.json calls each worker, by key."""
-    advice: tuple[str, ...] = ()
-    """If the run ended without a gain: what it saw, and what to change."""
-    recipe: str = "RECIPE"
-    """The run file and its options as they are typed, if they are known."""
-    fault: str = ""
-    """The error that most groups share on which an environment failed, with its line; empty if none is known."""
-    hosted: bool = False
-    """Whether it was hosted for others, without workers of its own."""
 
 
 def write_summary(folder: RunFolder, config: RunConfig, snapshot: RunStatus, usage: UsageBook) -> RunEnd:

@@ -39,10 +39,10 @@ from shoal.launch.preflight import (
     onlookers,
 )
 from shoal.launch.prompt_preview import PromptPreview
-from shoal.launch.role_process import RoleProcess, counted_signals, suspended_process, with_ended_call, with_suspended
-from shoal.launch.run_status import CoordinatorWatch, MetricsWatch, RunStatus, own_keys
+from shoal.launch.role_process import RoleProcess, counted_signals, with_ended_call, with_suspended
+from shoal.launch.run_status import USAGE, CoordinatorWatch, MetricsWatch, RunStatus, own_keys, suspended_process
 from shoal.launch.sizing import Shifts, first_spec, learned_parameters_of, resolve_sizes, shifts_of
-from shoal.launch.summary import USAGE, UsageBook, write_summary
+from shoal.launch.summary import UsageBook, write_summary
 from shoal.launch.terminal_panels import WATCHDOG_S
 from shoal.launch.terminal_view import LiveView, RunView, render
 from shoal.ledger.fault_rate import FAULTS

@@ -16,6 +16,7 @@ from shoal.launch.run_status import STARTING, RunStatus, SampleConversation, nam
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import split_remedy
 from shoal.ledger.members import ASKED_BY_HOST
+from shoal.metrics import HEADLINE_METRICS
 from shoal.monitors.inputs import is_number
 from shoal.protocol.messages import NodeState
 from shoal.terminal import brief
@@ -41,17 +42,6 @@ LOG_LINES = 4
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _SEVERITY_STYLE = {"notice": "dim", "warning": "yellow", "critical": "red"}
 _PHASE_STYLE = {"running": "green", "paused": "yellow", "draining": "yellow", "evaluating": "cyan", "ended": "cyan"}
-
-FIGURES = (
-    ("reward", "reward_all_mean", "3f"),
-    ("entropy", "entropy_nats", "3f"),
-    ("clipped", "clip_share", "%"),
-    ("max |log ratio|", "log_ratio_abs_max_nats", "3f"),
-    ("solved", "solve_rate", "%"),
-    ("no signal", "zero_signal_share", "%"),
-    ("trainer waits", "waiting_share", "%"),
-)
-"""Label, name in metrics.jsonl, format."""
 
 
 def progress(snapshot: RunStatus, width: int) -> RenderableType:
@@ -107,7 +97,7 @@ def figures(snapshot: RunStatus) -> list[tuple[Text, str]]:
     rows += [
         (Text(f"held-out {brief(version)}"), _heldout(found)) for version, found in _first_and_last(snapshot.heldout)
     ]
-    for label, name, form in FIGURES:
+    for label, name, form in HEADLINE_METRICS:
         value = snapshot.latest(name)
         rows.append((Text(label), "-" if value is None else format_figure(value, form)))
     if failed := faults(snapshot):

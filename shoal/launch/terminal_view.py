@@ -33,6 +33,7 @@ from shoal.launch.terminal_panels import (
     workers,
 )
 from shoal.ledger.hints import split_remedy
+from shoal.metrics import HEADLINE_METRICS
 from shoal.terminal import brief, printable, wrapped
 
 FRAME = 2
@@ -183,7 +184,7 @@ def plain(snapshot: RunStatus) -> str:
     parts = [f"step {snapshot.step}/{snapshot.steps}"]
     if cut := terminal_panels.at_token_limit(snapshot):
         parts.append(f"at_token_limit={cut}")
-    for label, name, form in terminal_panels.FIGURES:
+    for label, name, form in HEADLINE_METRICS:
         value = snapshot.latest(name)
         if value is not None:
             parts.append(f"{label.replace(' ', '_')}={format_figure(value, form)}")

@@ -16,8 +16,7 @@ from shoal.alarms import Alarm
 from shoal.config.alarm_limits import said_of
 from shoal.errors import NothingYet, PeerError
 from shoal.launch.run_status import NO_STATUS, PAGING_SHARE, RunStatus
-from shoal.launch.terminal_panels import FIGURES
-from shoal.metrics import declared
+from shoal.metrics import HEADLINE_METRICS, declared
 from shoal.net.client import Client, PeerRefused
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.messages import NodeState, Status
@@ -36,7 +35,7 @@ PAGES_AT_ONCE = 8
 MOST_VALUES, MOST_NAMES = 400_000, 120
 """Of all steps that are kept: figures (about 40 MB), and different names of them."""
 
-SHOWN = {name for _, name, _ in FIGURES} | {
+SHOWN = {name for _, name, _ in HEADLINE_METRICS} | {
     "step", "time_s", "step_s", "policy_tokens", "reward_mean", "draw_weight", "staleness_rollouts",
     "fault_rollouts",
 }  # fmt: skip

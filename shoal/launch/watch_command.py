@@ -20,12 +20,18 @@ from rich.console import Console
 
 from shoal.alarms import Alarm, standing_alarms
 from shoal.errors import EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, ShoalError
+from shoal.evaluation_files import results_in
 from shoal.launch.conversation import NewestSample, Samples
-from shoal.launch.evaluations import results_in
 from shoal.launch.keyboard import Keyboard, keyboard
-from shoal.launch.role_process import suspended_process
-from shoal.launch.run_status import CoordinatorWatch, MetricsWatch, RunStatus, own_keys
-from shoal.launch.summary import USAGE, wall_s_before
+from shoal.launch.run_status import (
+    USAGE,
+    CoordinatorWatch,
+    MetricsWatch,
+    RunStatus,
+    own_keys,
+    suspended_process,
+    wall_s_before,
+)
 from shoal.launch.terminal_view import LiveView, draws_on, plain, plain_pause, print_lines, render
 from shoal.launch.url_status import RemoteRun, cleaned_metrics
 from shoal.ledger.log.writer import BrokenLog, UnknownRules
@@ -33,7 +39,7 @@ from shoal.metrics import read_metrics
 from shoal.net.client import Client
 from shoal.net.server_process import living_pid, port_of_living
 from shoal.protocol.messages import NodeState, Status
-from shoal.roles.coordinator.main import demand_whole_log
+from shoal.roles.auditor.source import demand_whole_log
 from shoal.run_folder import RunFolder, is_locked, is_url
 from shoal.terminal import as_called, printable
 from shoal.watch.reading.replay import open_run

@@ -6,8 +6,8 @@ import pytest
 
 from shoal.config import EnvConfig
 from shoal.evaluation_files import Heldout
+from shoal.launch.end_screen import RunEnd
 from shoal.launch.run_status import RunStatus
-from shoal.launch.summary import RunEnd
 from shoal.protocol.messages import NodeState, Status
 
 

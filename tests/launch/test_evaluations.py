@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from shoal.config import EnvConfig, EvalConfig, RunConfig
-from shoal.launch.evaluations import Evaluations, results_in
+from shoal.evaluation_files import results_in
+from shoal.launch.evaluations import Evaluations
 from shoal.launch.role_process import RoleProcess
 from shoal.roles.trackers.rows import Given, Rows
 from shoal.run_folder import RunFolder

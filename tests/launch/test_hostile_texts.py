@@ -16,11 +16,10 @@ from rich.console import Console, RenderableType
 from shoal.alarms import Alarm
 from shoal.config import EnvConfig
 from shoal.evaluation_files import Heldout
-from shoal.launch.end_screen import plain_end, render_end
+from shoal.launch.end_screen import RunEnd, plain_end, render_end
 from shoal.launch.node_panels import NodeNow, picture
 from shoal.launch.node_panels import plain as plain_node
 from shoal.launch.run_status import RunStatus, SampleConversation
-from shoal.launch.summary import RunEnd
 from shoal.launch.terminal_view import LiveView, plain, render
 from shoal.launch.url_status import cleaned_line, cleaned_metrics
 from shoal.protocol import messages as t

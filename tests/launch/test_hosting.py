@@ -22,9 +22,9 @@ from shoal.errors import ConfigError, PeerError, StateError
 from shoal.launch.admin import LONE_VALIDATOR_RISK, NodesWatch, administer, hosted_url, invitation, rotate_publisher
 from shoal.launch.background_run import _News
 from shoal.launch.launcher_log import LoggingView
-from shoal.launch.role_process import RoleProcess, suspended_process
+from shoal.launch.role_process import RoleProcess
 from shoal.launch.run_lock import demand_free_ports, locked, locked_run
-from shoal.launch.run_status import CoordinatorWatch
+from shoal.launch.run_status import CoordinatorWatch, suspended_process
 from shoal.launch.watch_command import FolderWatch
 from shoal.ledger.commands import JoinRun, LeaveRun
 from shoal.net.client import Client

@@ -21,9 +21,9 @@ from rich.console import Console
 from shoal.config import load_run
 from shoal.errors import StateError
 from shoal.launch.launcher_log import LoggingView
-from shoal.launch.role_process import RoleProcess, suspended_process, with_ended_call, with_suspended
+from shoal.launch.role_process import RoleProcess, with_ended_call, with_suspended
 from shoal.launch.run_lock import locked
-from shoal.launch.run_status import NO_STATUS, own_keys
+from shoal.launch.run_status import NO_STATUS, own_keys, suspended_process
 from shoal.launch.sizing import shifts_of
 from shoal.launch.supervisor import LocalRun
 from shoal.launch.terminal_view import LiveView, render

@@ -15,9 +15,8 @@ from shoal.cli.host import recipe_as_typed
 from shoal.cli.main import parser
 from shoal.config import EnvConfig
 from shoal.evaluation_files import Heldout
-from shoal.launch.end_screen import plain_end, render_end, save_picture
+from shoal.launch.end_screen import RunEnd, plain_end, render_end, save_picture
 from shoal.launch.run_status import RunStatus, SampleConversation
-from shoal.launch.summary import RunEnd
 from shoal.launch.terminal_panels import chart, duration, figures, figures_table
 from shoal.launch.terminal_view import LiveView, plain, plain_wait, render
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS

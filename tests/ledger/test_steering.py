@@ -15,10 +15,11 @@ from shoal.ledger.members import NodeQuarantined
 from shoal.ledger.registry import make_entry
 from shoal.ledger.run import RulesChanged
 from shoal.ledger.state import state_hash
+from shoal.ledger.status import waiting_for
 from shoal.protocol.constants import MAX_MEASURED, MIN_LR_FACTOR
 from shoal.protocol.encoding import WireError, from_json, to_json
 from shoal.protocol.messages import AdminRequest, AlarmEvidence, Measured
-from shoal.roles.coordinator.status import batch_of, waiting_for
+from shoal.roles.coordinator.status import batch_of
 from tests.ledger.ledger_fixture import VALIDATOR, World
 
 WORKER = "a" * 64

@@ -17,6 +17,7 @@ from shoal.ledger.hints import WORKER_REMEDY, split_remedy
 from shoal.ledger.log.check import verify
 from shoal.ledger.registry import kind_of
 from shoal.ledger.state import State
+from shoal.ledger.status import ALL_GONE, waiting_for
 from shoal.net.client import Client, PeerRefused
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
@@ -25,9 +26,10 @@ from shoal.protocol.audit_selection import CHECKS, MAX_REASON_CHARS
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.tolerances import bounds_for
+from shoal.roles.auditor.source import demand_whole_log
 from shoal.roles.coordinator.calls import application
-from shoal.roles.coordinator.main import demand_steps, demand_whole_log, env_specs, open_run, rules_of
-from shoal.roles.coordinator.status import ALL_GONE, StatusBoard, waiting_for
+from shoal.roles.coordinator.main import demand_steps, env_specs, open_run, rules_of
+from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_manifest, take_checkpoint
 from shoal.run_folder import RunFolder
 from shoal.tree import to_tree

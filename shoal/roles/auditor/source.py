@@ -19,7 +19,12 @@ from shoal.net.blobs import path_of
 from shoal.net.client import Client
 from shoal.protocol import messages as t
 from shoal.protocol.branching import slot_in_batch
-from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol.constants import (
+    MAX_EVENTS,
+    MAX_EVENTS_BYTES,
+    MAX_MANIFEST_BYTES,
+    MAX_SUBMISSION_BYTES,
+)
 from shoal.protocol.encoding import digest
 from shoal.roles.node.memory_limit import share_of_free_mb
 from shoal.run_folder import RunFolder, is_url
@@ -344,3 +349,22 @@ class _Chunks:
 
     async def close(self) -> None:
         pass
+
+
+def demand_whole_log(state: State, folder: RunFolder) -> None:
+    """Raise `StateError` if the log lacks versions that the folder has: it is gone, or an old copy was put back. A new one
+    would begin with the same run and keys, and nodes would see a fork.
+
+    A trainer saves a version before it publishes it, and makes the next one after that. So a kill leaves it one version
+    ahead of the log at most, and none ahead of a log that is not there, which is begun before the trainer starts.
+    """
+    places = (folder.trainer, "v*"), (folder.trainer / "journal", "v*.step"), (folder.checkpoints, "v*")
+    names = [path.stem[1:] for place, pattern in places for path in place.glob(pattern)]
+    newest = max((int(name) for name in names if name.isdecimal()), default=-1)
+    if newest > state.main.version + (state.seq >= 0):  # guard: log-of-the-folder
+        found = f"ends at version {state.main.version}" if state.main.version >= 0 else "has no version"
+        raise StateError(
+            f"the trainer in {folder.root} has reached version {newest}, and {folder.log.name} {found}: the log is gone or "
+            f"an old copy. Restore {folder.log.name} from a backup of the last stop, or begin a new run from the newest "
+            f"folder in {folder.checkpoints} (--set policy.path=FOLDER --out DIR)"
+        )

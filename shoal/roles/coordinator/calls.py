@@ -22,6 +22,7 @@ from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.members import NodeJoined, NodeLeft, ValidatorFault, refuse_replayed
 from shoal.ledger.run import RulesChanged, RunEnded
 from shoal.ledger.state import State
+from shoal.ledger.status import node_state
 from shoal.ledger.submissions import SubmissionReceived, refuse_other_time
 from shoal.ledger.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished
@@ -60,7 +61,7 @@ from shoal.roles.coordinator.public_calls import (
     get_steps,
 )
 from shoal.roles.coordinator.request_context import Handler, LongPollLimits, RequestContext, number
-from shoal.roles.coordinator.status import StatusBoard, batch_of, node_state
+from shoal.roles.coordinator.status import StatusBoard, batch_of
 from shoal.roles.coordinator.verdicts import admit_validator, next_check, take_verdict
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, rotate, take_checkpoint
 

@@ -46,6 +46,7 @@ from shoal.protocol.host_signatures import is_promised
 from shoal.protocol.seed_chain import SecretChain
 from shoal.protocol.task_draws import TaskList
 from shoal.protocol.tolerances import dtypes_of
+from shoal.roles.auditor.source import demand_whole_log
 from shoal.roles.coordinator.calls import application
 from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.node.serve_chunks import kept_up
@@ -122,25 +123,6 @@ def open_run(
     desk = Coordinator(folder, config, book, key, clock)
     desk.kept.make_room(desk.quota_bytes)  # the quota may be lower than before
     return desk
-
-
-def demand_whole_log(state: State, folder: RunFolder) -> None:
-    """Raise `StateError` if the log lacks versions that the folder has: it is gone, or an old copy was put back. A new one
-    would begin with the same run and keys, and nodes would see a fork.
-
-    A trainer saves a version before it publishes it, and makes the next one after that. So a kill leaves it one version
-    ahead of the log at most, and none ahead of a log that is not there, which is begun before the trainer starts.
-    """
-    places = (folder.trainer, "v*"), (folder.trainer / "journal", "v*.step"), (folder.checkpoints, "v*")
-    names = [path.stem[1:] for place, pattern in places for path in place.glob(pattern)]
-    newest = max((int(name) for name in names if name.isdecimal()), default=-1)
-    if newest > state.main.version + (state.seq >= 0):  # guard: log-of-the-folder
-        found = f"ends at version {state.main.version}" if state.main.version >= 0 else "has no version"
-        raise StateError(
-            f"the trainer in {folder.root} has reached version {newest}, and {folder.log.name} {found}: the log is gone or "
-            f"an old copy. Restore {folder.log.name} from a backup of the last stop, or begin a new run from the newest "
-            f"folder in {folder.checkpoints} (--set policy.path=FOLDER --out DIR)"
-        )
 
 
 def demand_receipts(book: LogWriter, folder: RunFolder, run_key: str) -> None:

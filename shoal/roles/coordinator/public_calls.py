@@ -9,6 +9,7 @@ from shoal.env_packages.naming import is_registry_path
 from shoal.ledger.errors import Refused
 from shoal.ledger.log.pay_history import explain, sign_statement
 from shoal.ledger.registry import read_entry
+from shoal.ledger.status import NOT_WAITING, node_state
 from shoal.metrics import MAX_LINE_BYTES
 from shoal.net.blobs import names
 from shoal.net.server import answer, answer_bytes
@@ -17,7 +18,6 @@ from shoal.protocol.encoding import digest
 from shoal.protocol.pay_lines import CreditLine, CreditPage, Statement
 from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.request_context import RequestContext, number
-from shoal.roles.coordinator.status import NOT_WAITING, node_state
 from shoal.roles.coordinator.versions import signed_manifest
 
 # --- A member's pay ---

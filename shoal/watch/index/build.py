@@ -23,12 +23,13 @@ from shoal.ledger.group_signal import advantages
 from shoal.ledger.lease_sizing import is_slow, usual_pace_s
 from shoal.ledger.leases import LeaseGranted
 from shoal.ledger.run import RulesChanged, RunEnded
+from shoal.ledger.status import waiting_for
 from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed
 from shoal.protocol.algorithm_config import judged_by_trainer, step_credit_of, vine_of
 from shoal.protocol.env_faults import without_faults
-from shoal.roles.coordinator.status import groups_in_flight, waiting_for
+from shoal.roles.coordinator.status import groups_in_flight
 from shoal.watch.event_rows import event_row, node_note, refusal_rows, verdict_row
 from shoal.watch.index.alarms import note_alarms
 from shoal.watch.index.body_rows import decode_bodies

@@ -23,11 +23,12 @@ from shoal.ledger.log.check import FAULTS
 from shoal.ledger.log.writer import BrokenLog, checked_entry
 from shoal.ledger.registry import apply, read_entry
 from shoal.ledger.state import State
+from shoal.ledger.status import NOT_WAITING, node_state, waiting_for
 from shoal.ledger.verdict_decisions import is_final
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import WireError, digest, from_msgpack
 from shoal.roles.auditor.source import EVENT_BYTES, EVENT_COPIES, is_full
-from shoal.roles.coordinator.status import NOT_WAITING, groups_in_flight, node_state, waiting_for
+from shoal.roles.coordinator.status import groups_in_flight
 from shoal.roles.node.memory_limit import share_of_free_mb
 from shoal.watch.reading.env_replay import ReplayedEpisode, answer_of, open_envs, replay
 from shoal.watch.reading.evaluations import HeldOut, read_heldout

@@ -1,0 +1,118 @@
+"""What a run waits for, and nodes as messages of the wire: both follow from the state alone."""
+
+from shoal.ledger.batch_selection import blocks_in_the_way, is_settled, next_members, usable
+from shoal.ledger.batches import groups_beyond_share
+from shoal.ledger.fault_rate import FAULTS, fault_remedy
+from shoal.ledger.hints import (
+    ADMIT_REMEDY,
+    ALARM_REMEDY,
+    no_signal_remedy,
+)
+from shoal.ledger.lease_granting import without_signal
+from shoal.ledger.records import NodeRecord
+from shoal.ledger.run import NO_SIGNAL
+from shoal.ledger.state import State
+from shoal.ledger.validator_turns import duration_text
+from shoal.protocol import messages as t
+
+VERDICTS = "validators: "
+"""How a wait for verdicts begins."""
+
+
+NOT_WAITING = "nothing: the run has ended"
+
+
+WORKERS = "workers: ", "other workers: "
+"""How a wait for workers begins."""
+
+
+ALL_GONE = "; all workers have left or were removed"
+
+
+def waiting_for(state: State) -> str:
+    """Who or what the run waits for, as text; of workers also how many cannot work now."""
+    awaited = _awaited(state)
+    return f"{awaited}{_out_of_work(state)}" if awaited.startswith(WORKERS) else awaited
+
+
+def _out_of_work(state: State) -> str:
+    """What is said of workers that get no leases now, if there are any."""
+    workers = [node for node in state.members.values() if node.role == "worker"]
+    here = [node for node in workers if not node.left and node.standing != "kicked"]
+    if workers and not here:
+        return ALL_GONE
+    out = sum(node.standing == "quarantined" for node in here)
+    return f"; {out} of {len(here)} workers {'is' if out == 1 else 'are'} quarantined" if out else ""
+
+
+def waiting_after_lapses(state: State, now: float) -> str:
+    """What is said of workers that get no lease yet because theirs lapsed in a row, if there are any."""
+    held, first_s = {state.leases[name].worker for name in state.open_leases}, state.rules.lease_s
+    here = [one for one in state.members.values() if one.role == "worker" and not one.left and one.standing != "kicked"]
+    ends = [one.dropped_at + state.law.lapse_wait_s(one.dropped, first_s) for one in here if one.key not in held]
+    if not (left_s := [end - now for end in ends if end > now]):
+        return ""
+    num = len(left_s)
+    return (
+        f"; {num} of {len(here)} workers {'waits' if num == 1 else 'wait'} for a lease, because theirs lapsed in a row: "
+        f"the first {duration_text(min(left_s))} more at most"
+    )
+
+
+def _awaited(state: State) -> str:
+    if state.phase == "ended":
+        return f"{VERDICTS}{_to_judge(state)}" if state.pending else NOT_WAITING
+    if state.phase == "paused" and state.pause_cause.startswith(FAULTS):
+        return f"the host: {state.pause_cause}. {fault_remedy(state.pause_cause)}"
+    if state.phase == "paused" and state.pause_cause not in ("", NO_SIGNAL):
+        why = f"the {state.pause_cause} paused the run, as its run file says"
+        return f"the host: {why}. {ALARM_REMEDY}"
+    if state.phase == "paused" and (flat := without_signal(state, state.main)):
+        stream = state.main
+        return f"the host: {flat}. {no_signal_remedy(stream.flat, stream.unbegun or 0, stream.unbegun_cause or '')}"
+    if state.phase == "paused":
+        return "the host: the run is paused"
+    if state.main.version < 0:
+        return "the trainer: the first version"
+    if state.main.version in state.main.batches:
+        return "the trainer: the next step"
+    need, have = state.rules.batch_groups, len(next_members(state, state.main))
+    if state.pending:
+        judged = f"{have} of {need} groups for the next step"
+        if not state.validators:
+            return f"the host: {_to_judge(state)} ({judged}), and no validator is admitted. {ADMIT_REMEDY}"
+        return f"{VERDICTS}{_to_judge(state)} ({judged})"
+    if state.phase == "draining":
+        out = len(state.open_leases)
+        return f"workers: {out} lease{'s' if out != 1 else ''} to finish, then the run ends"
+    if not any(node.role == "worker" for node in state.members.values()):
+        return "workers: none has joined yet"
+    open_ = sum(not is_settled(state, state.main, place) for place in usable(state, state.main))
+    if have + open_ >= need and open_:
+        return f"workers: continuations of {open_} groups, for the next step"
+    held = blocks_in_the_way(state, state.main)
+    if held:
+        left = f"{len(held)} block{'s' if len(held) > 1 else ''} of version {held[0][0]}"
+        return f"workers: {left}, of which the next step is the last that may learn"
+    surplus = groups_beyond_share(state, state.main)
+    if surplus:
+        return (
+            f"other workers: {have} of {need} groups for the next step, and {surplus} more of workers that "
+            "have filled their share (verify.worker_share)"
+        )
+    return f"workers: {have} of {need} groups for the next step"
+
+
+def _to_judge(state: State) -> str:
+    waiting = len(state.pending)
+    return f"{waiting} submission{'s' if waiting != 1 else ''} to judge"
+
+
+def node_state(node: NodeRecord) -> t.NodeState:
+    """A node as the wire shows it."""
+    return t.NodeState(
+        key=node.key, role=node.role, name=node.name, standing=node.standing,  # type: ignore[arg-type]
+        credits=node.credits, accepted=node.accepted, refused=node.refused, lapsed=node.lapsed, reasons=node.reasons,
+        last_reason=node.last_reason, vested=node.vested, leases=node.leases, influence=node.influence,
+        stale=node.stale, left=node.left, given=node.given, unfilled=node.unfilled,
+    )  # fmt: skip
