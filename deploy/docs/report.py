@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from shoal.watch import open_run
+from shoal.watch.reading.replay import open_run
 from shoal.watch.report.html import report_of
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "report.png"

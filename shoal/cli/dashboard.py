@@ -39,6 +39,6 @@ def add_commands(commands: Any) -> None:
 
 
 def dashboard(args: argparse.Namespace) -> None:
-    from shoal.watch.page import serve
+    from shoal.watch.page.serve import serve
 
     serve(args.sources, args.bind, args.port, args.index, say, args.own_files)

@@ -65,9 +65,9 @@ def add_commands(commands: Any) -> None:
 def plot(args: argparse.Namespace) -> None:
     from shoal.run_folder import write_atomically
     from shoal.terminal import brief, say
-    from shoal.watch import open_run
     from shoal.watch.plots.render import draw
     from shoal.watch.plots.series import picture_of, read_run
+    from shoal.watch.reading.replay import open_run
 
     runs = []
     for where in args.runs:
@@ -89,7 +89,7 @@ def report(args: argparse.Namespace) -> None:
 
     from shoal.run_folder import write_atomically
     from shoal.terminal import say
-    from shoal.watch import open_run
+    from shoal.watch.reading.replay import open_run
     from shoal.watch.report.html import report_of
 
     with open_run(args.source, private=args.private) as run:

@@ -16,7 +16,7 @@ from shoal.roles.auditor.recompute import load_envs
 from shoal.verification.context import CheckFailure, CheckModule, Context, by_group
 from shoal.verification.verify import AUDIT, MODEL_FREE
 from shoal.watch.event_rows import Row
-from shoal.watch.reading import GroupRef, RunReader
+from shoal.watch.reading.replay import GroupRef, RunReader
 from shoal.watch.reading.rollouts import decoded
 from shoal.watch.rescore import Rebuilt, in_a_thread, rebuilt
 from shoal.watch.tables import Column

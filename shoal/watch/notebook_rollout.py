@@ -15,7 +15,8 @@ from shoal.terminal import printable
 from shoal.watch.check_results import CHECK_COLUMNS, claim_of, judge
 from shoal.watch.data_frame import Frame, escaped
 from shoal.watch.event_rows import Row
-from shoal.watch.reading import GroupRef, ReadGroup, ReadRollout, ReadTurn, RunReader
+from shoal.watch.reading.replay import GroupRef, RunReader
+from shoal.watch.reading.rollouts import ReadGroup, ReadRollout, ReadTurn
 from shoal.watch.rescore import Scores, TokenTolerances, score
 from shoal.watch.tables import Column
 

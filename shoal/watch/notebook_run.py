@@ -12,7 +12,7 @@ from shoal.roles.auditor.recompute import read_id
 from shoal.run_folder import is_url
 from shoal.watch.data_frame import Frame
 from shoal.watch.notebook_rollout import Rollout
-from shoal.watch.reading import RunReader, open_run
+from shoal.watch.reading.replay import RunReader, open_run
 from shoal.watch.tables import TABLES, rows_of
 
 

@@ -34,8 +34,8 @@ from shoal.roles.auditor.source import open_run
 from shoal.roles.auditor.verify_log import replay_log
 from shoal.verification.checks import sampling
 from shoal.verification.context import by_group, score_requests
-from shoal.watch.reading import GroupRef, RunReader
 from shoal.watch.reading.event_index import slot_of
+from shoal.watch.reading.replay import GroupRef, RunReader
 from shoal.watch.reading.rollouts import decoded
 
 T = TypeVar("T")

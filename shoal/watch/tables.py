@@ -16,9 +16,9 @@ from shoal.ledger.verdicts import VerdictGiven
 from shoal.metrics import METRICS
 from shoal.protocol.env_faults import without_faults
 from shoal.watch.event_rows import Row, event_row, refusal_rows, verdict_row
-from shoal.watch.reading import RunReader
 from shoal.watch.reading.evaluations import HeldOut
 from shoal.watch.reading.event_index import slot_of, standing_of
+from shoal.watch.reading.replay import RunReader
 
 
 class Column(NamedTuple):

@@ -44,7 +44,7 @@ from shoal.net.safe_http import SHOAL
 from shoal.protocol.constants import MAX_NODES, MAX_STANDING_ALARMS
 from shoal.protocol.messages import NodeState, StandingAlarm, Status
 from shoal.run_folder import RunFolder
-from shoal.watch.reading import open_run
+from shoal.watch.reading.replay import open_run
 from tests.roles.in_memory_run import Town, tiny_run
 from tests.watch.test_reading import append
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from shoal.watch.page import page_app
+from shoal.watch.page.app import page_app
 from shoal.watch.page.serve import server_of
 
 NEEDS = "needs a browser: make browser"

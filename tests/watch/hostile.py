@@ -5,7 +5,7 @@ from dataclasses import replace
 from urllib.parse import urlencode
 
 from shoal.metrics import METRICS
-from shoal.watch.page import PageRuns
+from shoal.watch.page.page_runs import PageRuns
 
 HOSTILE = [
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</title><script>alert(1)</script>",

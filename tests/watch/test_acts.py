@@ -11,9 +11,11 @@ from shoal.ledger.commands import Admin, Reconfigure
 from shoal.ledger.run import RulesChanged
 from shoal.protocol.messages import AlarmEvidence, Measured
 from shoal.watch.event_text import sentence_of
-from shoal.watch.index import Builder, IndexQueries
-from shoal.watch.page import PageRuns, page_app
-from shoal.watch.reading import open_run
+from shoal.watch.index.build import Builder
+from shoal.watch.index.queries import IndexQueries
+from shoal.watch.page.app import page_app
+from shoal.watch.page.page_runs import PageRuns
+from shoal.watch.reading.replay import open_run
 from tests.ledger.ledger_fixture import World
 
 WORKER = "a" * 64

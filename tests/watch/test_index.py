@@ -20,20 +20,13 @@ from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import VerdictGiven
 from shoal.ledger.versions import CheckpointPublished
 from shoal.protocol.messages import Measured
-from shoal.watch.index import (
-    Builder,
-    GroupFilter,
-    IndexQueries,
-    body_rows,
-    filters,
-    group,
-    groups,
-    number_of,
-    same_task,
-)
+from shoal.watch.index import body_rows
+from shoal.watch.index.build import Builder
+from shoal.watch.index.group_queries import GroupFilter, filters, group, groups, number_of, same_task
 from shoal.watch.index.metrics import MetricsIndex
+from shoal.watch.index.queries import IndexQueries
 from shoal.watch.index.schema import NAMES, SIDECARS, open_to_read, open_to_write
-from shoal.watch.reading import Replaced, RunReader, open_run
+from shoal.watch.reading.replay import Replaced, RunReader, open_run
 from shoal.watch.tables import rows_of
 from tests.roles.in_memory_run import URL
 from tests.watch.test_reading import append, grown, other

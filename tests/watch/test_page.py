@@ -28,18 +28,18 @@ from shoal.metrics import METRICS
 from shoal.run_folder import RunFolder
 from shoal.verification.checks import sampling
 from shoal.watch.index.group_queries import GroupFilter, groups
-from shoal.watch.page import PageRuns, csv_export, page_app
-from shoal.watch.page.app import HEADERS
+from shoal.watch.page import csv_export
+from shoal.watch.page.app import HEADERS, page_app
 from shoal.watch.page.charts import Chart, ChartLine, chart_of, compared, picture_of
 from shoal.watch.page.csv_export import DOWNLOADS, lines_of_csv
 from shoal.watch.page.format import number, parts, percent, templates
 from shoal.watch.page.page_request import PageRequest
-from shoal.watch.page.page_runs import CHANGE_EVERY_S
+from shoal.watch.page.page_runs import CHANGE_EVERY_S, PageRuns
 from shoal.watch.page.replay_gaps import Gaps, Rescoring
 from shoal.watch.page.replay_gaps_main import gaps_of
 from shoal.watch.page.run_pages import _ends
 from shoal.watch.page.serve import host_token
-from shoal.watch.reading import GroupRef
+from shoal.watch.reading.replay import GroupRef
 from shoal.watch.rescore import rebuilt, scored
 from tests.watch.hostile import hostile_addresses
 from tests.watch.test_reading import grown

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from shoal.watch.page import PageRuns
 from shoal.watch.page.group_pages import GROUP_VIEWS
 from shoal.watch.page.log_pages import HELDOUT_VIEWS, LOG_VIEWS
+from shoal.watch.page.page_runs import PageRuns
 from shoal.watch.page.run_pages import VIEWS as RUN_VIEWS
 from tests.watch.browsing import TOKEN, checked, go, needs_browser, opened, served
 from tests.watch.hostile import hostile_addresses

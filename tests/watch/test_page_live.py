@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from shoal.watch.page import PageRuns
+from shoal.watch.page.page_runs import PageRuns
 from tests.watch.browsing import MOST_S, needs_browser, opened, served, sync_api
 
 LATER_MS = 6_000

@@ -17,12 +17,13 @@ from starlette.testclient import TestClient
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import Overreach
 from shoal.run_folder import RunFolder
-from shoal.watch.index import IndexQueries, numbered
+from shoal.watch.index.build import numbered
+from shoal.watch.index.queries import IndexQueries
 from shoal.watch.index.schema import SIDECARS
-from shoal.watch.page import PageRuns, page_app
+from shoal.watch.page.app import page_app
 from shoal.watch.page.page_request import PageRequest
-from shoal.watch.page.page_runs import AGAIN_S, IDLE_S, LATE_S, MOST_AGAIN_S, STALE_S
-from shoal.watch.reading import open_run
+from shoal.watch.page.page_runs import AGAIN_S, IDLE_S, LATE_S, MOST_AGAIN_S, STALE_S, PageRuns
+from shoal.watch.reading.replay import open_run
 from tests.roles.in_memory_run import URL
 
 

@@ -18,9 +18,10 @@ from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.protocol.audit_selection import REPLAY
 from shoal.watch.event_rows import node_note
 from shoal.watch.event_text import sentence_of
-from shoal.watch.page import PageRuns, page_app
+from shoal.watch.page.app import page_app
 from shoal.watch.page.charts import OVERVIEW, TITLES, Chart, ChartLine, chart_of, overview_charts, picture_of
-from shoal.watch.reading import open_run
+from shoal.watch.page.page_runs import PageRuns
+from shoal.watch.reading.replay import open_run
 from shoal.watch.report.html import report_of
 from tests.envs import brittle
 from tests.ledger.test_no_signal import JUDGES, LONG, WORKER, serve_void, world_of

@@ -16,8 +16,8 @@ from shoal.watch.page.charts import Chart, ChartLine
 from shoal.watch.page.charts import picture_of as chart_picture
 from shoal.watch.plots.render import _panel, draw, draw_inline, thinned
 from shoal.watch.plots.series import EVALUATED, USUAL, ReadRun, picture_of
-from shoal.watch.reading import open_run
 from shoal.watch.reading.evaluations import HeldOut
+from shoal.watch.reading.replay import open_run
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = ("</svg><script>alert(1)</script>", "$x^{2$", "\x1b[2J", "‮txet", "a\0b", "_hidden", "&amp;]]>", "名前")

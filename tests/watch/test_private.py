@@ -11,8 +11,9 @@ from starlette.testclient import TestClient
 from shoal.envs.load import env_digest
 from shoal.errors import NothingYet
 from shoal.run_folder import RunFolder
-from shoal.watch.page import PageRuns, page_app
-from shoal.watch.reading import GroupRef, open_run
+from shoal.watch.page.app import page_app
+from shoal.watch.page.page_runs import PageRuns
+from shoal.watch.reading.replay import GroupRef, open_run
 from tests.watch.test_page import TOKEN
 
 

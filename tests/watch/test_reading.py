@@ -31,8 +31,8 @@ from shoal.protocol import messages as t
 from shoal.protocol.encoding import from_msgpack
 from shoal.run_folder import RunFolder
 from shoal.sandbox.bubblewrap import unreadable
-from shoal.watch.reading import Replaced, open_run
 from shoal.watch.reading.env_replay import open_envs
+from shoal.watch.reading.replay import Replaced, open_run
 from tests.roles.in_memory_run import URL
 
 

@@ -15,8 +15,8 @@ from shoal.evaluation_files import Judged
 from shoal.models.open_model import spec_of
 from shoal.models.parameter_counts import parameters_of
 from shoal.run_folder import RunFolder
-from shoal.watch import open_run
 from shoal.watch.reading.evaluations import HeldOut
+from shoal.watch.reading.replay import open_run
 from shoal.watch.report import html as page
 from shoal.watch.report.content import _changes, _config, facts_of, gain_of, policy_of, without_folders
 from shoal.watch.report.samples import ReportSample, SampleTurn, Talk, shade_of

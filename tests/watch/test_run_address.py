@@ -8,7 +8,8 @@ from starlette.testclient import TestClient
 from shoal.errors import StateError
 from shoal.run_folder import RunFolder
 from shoal.tree import to_tree
-from shoal.watch.page import PageRuns, page_app
+from shoal.watch.page.app import page_app
+from shoal.watch.page.page_runs import PageRuns
 from shoal.watch.page.run_address import ANY_PLACE, address_for_others, without_paths
 from tests.roles.in_memory_run import tiny_run
 from tests.watch.test_page import TOKEN, crawled

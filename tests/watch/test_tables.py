@@ -7,7 +7,7 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.metrics import METRICS
-from shoal.watch.reading import open_run
+from shoal.watch.reading.replay import open_run
 from shoal.watch.tables import TABLES, as_csv, rows_of
 
 

@@ -1,9 +1,14 @@
-from shoal.watch.index.build import Builder as Builder
-from shoal.watch.index.build import numbered as numbered
-from shoal.watch.index.group_queries import GroupFilter as GroupFilter
-from shoal.watch.index.group_queries import filters as filters
-from shoal.watch.index.group_queries import group as group
-from shoal.watch.index.group_queries import groups as groups
-from shoal.watch.index.group_queries import number_of as number_of
-from shoal.watch.index.group_queries import same_task as same_task
-from shoal.watch.index.queries import IndexQueries as IndexQueries
+"""SQLite index of one run or several, from which the page answers.
+
+A `Builder` fills it in a thread, `IndexQueries` answers questions:
+
+    builder = Builder(path, run)            # resumes where it was killed; makes a damaged index anew
+    builder.advance()                       # one transaction; False if there is nothing new. Call it again and again
+    builder.note_condition()                # how the run does now, evaluations and alarms; now and then
+    queries = IndexQueries(path)            # one thread uses it; `run` is the number of a run in the index
+    queries.overview(run), queries.series(run, "reward_mean", points=500, smooth=0.9), queries.nodes(run, role, by, search)
+    groups(queries, run, GroupFilter(env=, worker=, version=, status=, step=, task=, text=), after)
+
+Lists are {"rows": [...], "next": ...}: ask again with `after=next` until it is None. `private=True` of the questions about
+groups shows what is not public; only the host may have it.
+"""

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from shoal.errors import NothingYet, StateError
 from shoal.watch.index.schema import MOST_ROLLOUTS, run_word
 from shoal.watch.index.sqlite_values import fit_for_search, plain
-from shoal.watch.reading import GroupRef, ReadGroup, RunReader
+from shoal.watch.reading.replay import GroupRef, RunReader
+from shoal.watch.reading.rollouts import ReadGroup
 from shoal.watch.tables import mean
 
 

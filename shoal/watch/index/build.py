@@ -38,9 +38,9 @@ from shoal.watch.index.errors import told_as_errors
 from shoal.watch.index.metrics import MetricsIndex
 from shoal.watch.index.schema import MOST_ROLLOUTS, begun, forget, open_to_write, run_word
 from shoal.watch.index.sqlite_values import fit_for_search, plain
-from shoal.watch.reading import RunReader
 from shoal.watch.reading.evaluations import HeldOut
 from shoal.watch.reading.event_index import slot_of, standing_of
+from shoal.watch.reading.replay import RunReader
 from shoal.watch.reading.source import Value, step_of
 from shoal.watch.tables import judged, mean, spread
 

@@ -4,7 +4,7 @@ A folder is measured; a URL does not tell.
 """
 
 from shoal.run_folder import held_below
-from shoal.watch.reading import RunReader
+from shoal.watch.reading.replay import RunReader
 from shoal.watch.reading.source import FolderSource
 
 EVERY_S = 60.0

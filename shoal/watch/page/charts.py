@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from shoal.evaluation_files import Heldout, why_not_comparable
 from shoal.metrics import meaning_of
 from shoal.watch.event_rows import Row
-from shoal.watch.index import IndexQueries
+from shoal.watch.index.queries import IndexQueries
 
 MOST_LINES = 12
 POINTS = 400

@@ -23,8 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.metrics import meaning_of
 from shoal.watch.event_rows import Row
-from shoal.watch.index import GroupFilter, IndexQueries, groups
-from shoal.watch.index.queries import MOST_ROWS
+from shoal.watch.index.group_queries import GroupFilter, groups
+from shoal.watch.index.queries import MOST_ROWS, IndexQueries
 from shoal.watch.index.schema import MOST_ROLLOUTS
 from shoal.watch.index.sqlite_values import numbers_of
 from shoal.watch.page.charts import REWARDS, family_of, rewards_of

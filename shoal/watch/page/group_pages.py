@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet, ShoalError
-from shoal.watch.index import GroupFilter, filters, group, groups, number_of, same_task
+from shoal.watch.index.group_queries import GroupFilter, filters, group, groups, number_of, same_task
 from shoal.watch.index.schema import MOST_ROLLOUTS
 from shoal.watch.page.charts import of_task, picture_of
 from shoal.watch.page.page_request import LARGEST, NotHere, PageRequest, View
 from shoal.watch.page.replay_gaps import Gaps
-from shoal.watch.reading import GroupRef
+from shoal.watch.reading.replay import GroupRef
 from shoal.watch.reading.rollouts import ReadGroup, ReadRollout, ReadTurn
 
 TOKENS = 3000

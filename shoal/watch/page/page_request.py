@@ -14,8 +14,7 @@ from starlette.datastructures import QueryParams
 from shoal.config.alarm_limits import said_of
 from shoal.errors import StateError
 from shoal.watch.event_rows import Row
-from shoal.watch.index import IndexQueries
-from shoal.watch.index.queries import RANKINGS
+from shoal.watch.index.queries import RANKINGS, IndexQueries
 from shoal.watch.page.page_runs import PageRun, PageRuns
 from shoal.watch.page.run_address import ANY_PLACE, without_paths
 

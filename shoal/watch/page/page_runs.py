@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, ShoalError, StateError
-from shoal.watch.index import Builder, IndexQueries, numbered
+from shoal.watch.index.build import Builder, numbered
+from shoal.watch.index.queries import IndexQueries
 from shoal.watch.page.replay_gaps import Gaps, Rescoring
 from shoal.watch.page.run_address import address_for_others, is_folder, without_paths
-from shoal.watch.reading import GroupRef, ReadGroup, RunReader, open_run
 from shoal.watch.reading.evaluations import ReadTranscript
+from shoal.watch.reading.replay import GroupRef, RunReader, open_run
+from shoal.watch.reading.rollouts import ReadGroup
 
 log = logging.getLogger(__name__)
 

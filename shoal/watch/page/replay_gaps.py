@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from shoal.errors import NothingYet, StateError
-from shoal.watch.reading import GroupRef
+from shoal.watch.reading.replay import GroupRef
 
 LIMIT_S = 120.0
 """Time of one computation."""

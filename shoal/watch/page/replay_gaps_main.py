@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.errors import NothingYet, ShoalError
 from shoal.protocol.encoding import WireError
-from shoal.watch.reading import GroupRef
+from shoal.watch.reading.replay import GroupRef
 from shoal.watch.rescore import rebuilt, scored
 
 

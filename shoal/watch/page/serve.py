@@ -20,7 +20,7 @@ from shoal.net.server_process import listen, port_of_last_start, tell_address
 from shoal.run_folder import RunFolder, is_url
 from shoal.watch.page.app import page_app
 from shoal.watch.page.page_runs import PageRuns
-from shoal.watch.reading import open_run
+from shoal.watch.reading.replay import open_run
 
 
 def serve(

@@ -15,8 +15,8 @@ from shoal.evaluation_files import interval_of, why_not_comparable
 from shoal.ledger.run import RunCreated
 from shoal.metrics import METRICS, Metric, declared, mean_of_counts
 from shoal.terminal import brief, docs_page
-from shoal.watch.reading import RunReader
 from shoal.watch.reading.evaluations import HeldOut, read_heldout
+from shoal.watch.reading.replay import RunReader
 from shoal.watch.reading.source import Value, step_of
 
 Across = Literal["step", "tokens", "time"]

@@ -29,8 +29,8 @@ from shoal.models.parameter_counts import parameters_of
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest
 from shoal.watch.event_rows import node_note
-from shoal.watch.reading import RunReader, Version
 from shoal.watch.reading.evaluations import HeldOut
+from shoal.watch.reading.replay import RunReader, Version
 from shoal.watch.reading.source import FolderSource
 from shoal.watch.report.samples import ReportSample, samples_of
 from shoal.weights.manifest import open_manifest

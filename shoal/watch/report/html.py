@@ -17,7 +17,7 @@ from shoal.errors import NothingYet
 from shoal.terminal import printable
 from shoal.watch.plots.render import draw_inline
 from shoal.watch.plots.series import picture_of, read_run, sentence_of
-from shoal.watch.reading import RunReader
+from shoal.watch.reading.replay import RunReader
 from shoal.watch.report.content import facts_of
 
 CSP = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; base-uri 'none'"

@@ -10,8 +10,8 @@ from itertools import islice
 
 from shoal.errors import NothingYet, ShoalError
 from shoal.evaluation_files import AFTER, BEFORE
-from shoal.watch.reading import GroupRef, RunReader
 from shoal.watch.reading.evaluations import HeldOut, ReadTranscript
+from shoal.watch.reading.replay import GroupRef, RunReader
 from shoal.watch.reading.rollouts import ReadGroup, ReadRollout
 
 MOST_ENVS, ROLLOUTS, TRANSCRIPTS = 3, 2, 4
