@@ -41,9 +41,9 @@ from benchmarks.crowd import WORK_S, Caller, Town
 from benchmarks.watch import write_run
 from shoal.net.server_process import port_of_living
 from shoal.run_folder import RunFolder
-from shoal.watch.page.app import page_app
-from shoal.watch.page.page_runs import CHANGE_EVERY_S, PageRuns
-from shoal.watch.page.serve import serve_hosted, server_of
+from shoal.views.web.app import page_app
+from shoal.views.web.page_runs import CHANGE_EVERY_S, PageRuns
+from shoal.views.web.serve import serve_hosted, server_of
 
 LIMIT_MS, LIMIT_SHARE, LIMIT_P99, LIMIT_KB = 300.0, 0.10, 1.10, 300.0
 LEAST_SERVED = 0.9

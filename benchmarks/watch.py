@@ -34,11 +34,11 @@ from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest, domain_hash, to_msgpack
 from shoal.roles.coordinator.main import created
 from shoal.run_folder import RunFolder
+from shoal.runs.replay import open_run
 from shoal.tree import from_tree
-from shoal.watch.index.build import Builder
-from shoal.watch.index.group_queries import GroupFilter, filters, group, groups, same_task
-from shoal.watch.index.queries import IndexQueries
-from shoal.watch.reading.replay import open_run
+from shoal.views.web.index.build import Builder
+from shoal.views.web.index.group_queries import GroupFilter, filters, group, groups, same_task
+from shoal.views.web.index.queries import IndexQueries
 
 ROLLOUTS = 8
 """Of a group; each lease has one group."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.api import Evaluation, Findings, Frame, Hosted, Opened, Policy, Replay, Rollout, Run, Setting, Step
-    from shoal.watch.live_plot import S
+    from shoal.views.plots.live_plot import S
 
 __version__ = "0.1.0"
 
@@ -82,7 +82,7 @@ def live(steps: "Iterable[S]", /, names: Sequence[str] = ("reward_all_mean", "en
 
     `for step in shoal.live(run.train()): ...`. Curves need the extra `notebook`.
     """
-    from shoal.watch.live_plot import live as drawn
+    from shoal.views.plots.live_plot import live as drawn
 
     return drawn(steps, names)
 

@@ -28,10 +28,10 @@ from shoal.errors import ConfigError
 from shoal.models.open_model import spec_of
 from shoal.roles.auditor.recompute import Findings, GroupChoice, examine
 from shoal.tree import read_toml
-from shoal.watch.data_frame import Frame as Frame
-from shoal.watch.notebook_rollout import Replay as Replay
-from shoal.watch.notebook_rollout import Rollout as Rollout
-from shoal.watch.notebook_run import Opened
+from shoal.views.notebook.data_frame import Frame as Frame
+from shoal.views.notebook.rollout import Replay as Replay
+from shoal.views.notebook.rollout import Rollout as Rollout
+from shoal.views.notebook.run import Opened
 
 if TYPE_CHECKING:
     from shoal.launch.background_run import BackgroundRun

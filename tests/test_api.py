@@ -22,11 +22,11 @@ from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.launch.background_run import _News
 from shoal.launch.evaluations import read_heldout
 from shoal.launch.run_lock import locked
-from shoal.launch.run_status import RunStatus
 from shoal.metrics import read_metrics
 from shoal.models.random_model import make_tiny
 from shoal.protocol.messages import Status
 from shoal.run_folder import RunFolder
+from shoal.runs.run_status import RunStatus
 from tests.test_docs import ROOT, fences
 
 PAGE = ROOT / "docs" / "how-to" / "use-from-python.md"

@@ -29,9 +29,10 @@ FLOORS = (
     ("chat",),
     ("engine", "env_packages", "graders", "monitors"),
     ("envs", "train", "verification", "weights", "plan"),
+    ("runs",),
     ("roles",),
     ("jobs",),
-    ("watch",),
+    ("views",),
     ("launch",),
     ("api",),
     ("__init__",),
@@ -46,7 +47,7 @@ COMMON = ("alarms", "config", "errors", "evaluation_files", "metrics", "pipes", 
 BROAD_EXCEPTS = {
     "engine/noise.py": "Triton, its compilers and CUDA raise many things where a kernel cannot run; then torch makes noise",
     "engine/vllm/engine.py": "Triton and CUDA raise many things where vLLM's sampler cannot run; then ours is used",
-    "launch/conversation.py": "an environment may raise anything; then no conversation is shown",
+    "runs/conversation.py": "an environment may raise anything; then no conversation is shown",
     "launch/background_run.py": "what ended a run's thread is raised again in its caller's",
     "envs/interface.py": "an environment is foreign code and may raise anything; that ends its rollout, not our process",
     "envs/lint/worker.py": "the same, also if it ends the process: the parent reads what was raised",
@@ -74,8 +75,8 @@ BROAD_EXCEPTS = {
     "roles/env_server/env_process.py": "a traceback is printed and the exception goes on",
     "roles/env_server/replies.py": "what cannot be booked must not keep others that wait for the disk from their answers",
     "roles/node/device_queue.py": "what ends the thread ends the processes that wait for the device",
-    "watch/reading/env_replay.py": "an environment may raise anything for an answer; its user gets one line",
-    "watch/page/page_runs.py": "a page is stale if its index thread ends: the fault is logged, shown and tried again",
+    "runs/env_replay.py": "an environment may raise anything for an answer; its user gets one line",
+    "views/web/page_runs.py": "a page is stale if its index thread ends: the fault is logged, shown and tried again",
     "models/auto_tokenizer.py": "the tokenizers library raises bare Exception for a damaged file",
 }
 """Named boundaries where anything may be caught, and why. Elsewhere it would hide a bug."""
@@ -131,6 +132,13 @@ def allowed(room: str) -> set[str]:
         return {*COMMON, "protocol"}
     floor = next(i for i, rooms in enumerate(FLOORS) if room in rooms)
     return {room, *COMMON, *(below for rooms in FLOORS[:floor] for below in rooms)}
+
+
+def test_git_ignores_no_file_of_the_package_or_its_tests() -> None:
+    places = [*FILES, *(ROOT / "tests").rglob("*.py")]
+    names = "\n".join(place.relative_to(ROOT).as_posix() for place in places)
+    asked = ["git", "check-ignore", "--no-index", "--stdin"]
+    assert subprocess.run(asked, cwd=ROOT, input=names, capture_output=True, text=True).stdout == ""
 
 
 def test_every_folder_and_file_is_in_the_map() -> None:
@@ -345,8 +353,8 @@ def test_files_and_functions_stay_readable(file: Path) -> None:
 def light_modules() -> list[str]:
     """What must import without torch and transformers."""
     rooms = (
-        "env", "protocol", "sandbox", "ledger", "net", "graders", "env_packages", "monitors", "weights", "envs", "launch",
-        "watch",
+        "env", "protocol", "sandbox", "ledger", "net", "graders", "env_packages", "monitors", "weights", "envs", "runs",
+        "launch", "views",
     )  # fmt: skip
     files = [file for file in FILES if room_of(file) in (*rooms, *COMMON, "api", "cli")]
     files += [

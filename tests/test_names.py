@@ -212,7 +212,8 @@ def is_path(name: str, file: Path) -> bool:
             return True
     if not folders:  # `registry.py`, or `keys/` of a run's folder
         return any(found.name == last for found in _all_files()) or last in vocabulary() or last in shown_files()
-    return folders[0] not in _own_folders()
+    # Of `runs/`, folders of runs that pages make are told from the room by their names.
+    return folders[0] not in _own_folders() or (folders[0] == "runs" and not last.endswith(".py"))
 
 
 @functools.cache

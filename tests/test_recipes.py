@@ -14,8 +14,8 @@ from shoal.envs.load import BUILT_IN, load_env
 from shoal.launch import memory_plan
 from shoal.launch.doctor import in_words
 from shoal.launch.memory_plan import amount, disk_of, reports, roles_of
+from shoal.launch.pipeline.stage_jobs import demand_doable
 from shoal.launch.sizing import resolve_sizes
-from shoal.launch.stage_jobs import demand_doable
 from shoal.models.parameter_counts import parameters_of
 from shoal.models.random_model import tiny_spec
 from shoal.plan.sizes import sizes_of, spec_of

@@ -19,7 +19,6 @@ from shoal.engine.native import LocalEngine
 from shoal.evaluation_files import BEFORE, results_in
 from shoal.jobs import evaluate
 from shoal.launch.alarms import LOOK_EVERY_S, AlarmWatch, evaluations, setting_of
-from shoal.launch.run_status import MetricsWatch, RunStatus
 from shoal.ledger.commands import Admin
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import read_entry
@@ -34,6 +33,7 @@ from shoal.roles.validator import Validator
 from shoal.roles.worker.remote_env import EngineTurn
 from shoal.roles.worker.worker import Made, Worker
 from shoal.run_folder import RunFolder
+from shoal.runs.run_status import MetricsWatch, RunStatus
 from tests.attacks.validators import Hangman
 from tests.roles.in_memory_run import Town
 

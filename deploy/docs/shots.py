@@ -20,8 +20,8 @@ import uvicorn
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
-from shoal.watch.page.app import page_app
-from shoal.watch.page.page_runs import PageRuns
+from shoal.views.web.app import page_app
+from shoal.views.web.page_runs import PageRuns
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 TOKEN = "t" * 43

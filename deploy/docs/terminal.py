@@ -11,9 +11,9 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.launch.end_screen import save_picture
-from shoal.launch.terminal_view import render
-from shoal.launch.watch_command import LOOK_EVERY_S, OVER, opened
+from shoal.views.terminal.end_screen import save_picture
+from shoal.views.terminal.live_view import render
+from shoal.views.terminal.watch_command import LOOK_EVERY_S, OVER, opened
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "watch.svg"
 COLUMNS, LINES = 100, 30

@@ -1,6 +1,6 @@
 """`shoal dashboard`: serves the page of one or several runs.
 
-It changes no run: the page is in `watch/page`, imported when the command runs.
+It changes no run: the page is in `views/web`, imported when the command runs.
 """
 
 import argparse
@@ -39,6 +39,6 @@ def add_commands(commands: Any) -> None:
 
 
 def dashboard(args: argparse.Namespace) -> None:
-    from shoal.watch.page.serve import serve
+    from shoal.views.web.serve import serve
 
     serve(args.sources, args.bind, args.port, args.index, say, args.own_files)

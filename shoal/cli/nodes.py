@@ -164,11 +164,11 @@ def join(args: argparse.Namespace) -> None:
     demand_torch()
     from rich.console import Console
 
-    from shoal.launch.node_view import NodeView, shown
     from shoal.launch.pause import name_worker, on_pause_signals
     from shoal.roles.node.activity import NodeActivity
     from shoal.roles.node.throttle import Allowance, Hours
     from shoal.roles.worker import worker
+    from shoal.views.terminal.node_view import NodeView, shown
 
     _log(args, "worker")
     allowance = Allowance(Hours.parse(args.hours) if args.hours else None, args.cpu_share)
@@ -197,9 +197,9 @@ def validate(args: argparse.Namespace) -> None:
     demand_torch()
     from rich.console import Console
 
-    from shoal.launch.node_view import NodeView, shown
     from shoal.roles import validator
     from shoal.roles.node.activity import NodeActivity
+    from shoal.views.terminal.node_view import NodeView, shown
 
     _log(args, "validator")
     with _home(args) as (home, _):

@@ -64,10 +64,10 @@ def add_commands(commands: Any) -> None:
 
 def plot(args: argparse.Namespace) -> None:
     from shoal.run_folder import write_atomically
+    from shoal.runs.replay import open_run
     from shoal.terminal import brief, say
-    from shoal.watch.plots.render import draw
-    from shoal.watch.plots.series import picture_of, read_run
-    from shoal.watch.reading.replay import open_run
+    from shoal.views.plots.render import draw
+    from shoal.views.plots.series import picture_of, read_run
 
     runs = []
     for where in args.runs:
@@ -88,9 +88,9 @@ def report(args: argparse.Namespace) -> None:
     import time
 
     from shoal.run_folder import write_atomically
+    from shoal.runs.replay import open_run
     from shoal.terminal import say
-    from shoal.watch.reading.replay import open_run
-    from shoal.watch.report.html import report_of
+    from shoal.views.report.html import report_of
 
     with open_run(args.source, private=args.private) as run:
         run.catch_up()

@@ -71,7 +71,7 @@ def role(args: argparse.Namespace) -> None:
 
         prompt_preview.main(args.run_dir)
     elif args.name == "dashboard":
-        from shoal.watch.page.serve import serve_hosted
+        from shoal.views.web.serve import serve_hosted
 
         serve_hosted(args.run_dir)
     elif args.name == "logger":

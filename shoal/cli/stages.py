@@ -1,7 +1,7 @@
 """`shoal stages`: a run of stages, such as a cold start, RL, and imitation of what RL found.
 
-It reads the options and hands over to `launch/stage_pipeline`. The hidden `shoal stage-job` is how that starts a stage in a
-process of its own.
+It reads the options and hands over to `launch/pipeline/stage_pipeline`. The hidden `shoal stage-job` is how that starts a
+stage in a process of its own.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def stages(args: argparse.Namespace) -> int:
 
     config = load_stages(args.recipe, args.set, args.quick)
     demand_torch()
-    from shoal.launch.stage_pipeline import run_stages
+    from shoal.launch.pipeline.stage_pipeline import run_stages
 
     return run_stages(config, args.recipe.parent, args.out or Path("runs") / config.name, _tell)
 
@@ -64,6 +64,6 @@ def stage_job(args: argparse.Namespace) -> int:
     # Until a run handles SIGTERM itself, the signal ends the process as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log_to_stderr()
-    from shoal.launch.stage_work import do
+    from shoal.launch.pipeline.stage_work import do
 
     return do(args.folder)

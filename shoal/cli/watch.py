@@ -31,6 +31,6 @@ def add_commands(commands: Any) -> None:
 def watch(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from shoal.launch import watch_command
+    from shoal.views.terminal import watch_command
 
     return watch_command.watch(args.source, Console(), args.once)

@@ -1,6 +1,6 @@
 """The stages file: which stages a run of stages has, by which recipe each goes, and what it takes from earlier ones.
 
-It knows what may follow what, and reads the recipes; `launch/stage_pipeline` does the stages.
+It knows what may follow what, and reads the recipes; `launch/pipeline/stage_pipeline` does the stages.
 """
 
 import re

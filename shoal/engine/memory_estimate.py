@@ -35,7 +35,7 @@ SCORED_VALUES = 1 << 22
 # --- How much memory the embedded engine needs for a policy and a piece of work, before anything is allocated ---
 #
 # The host chose the policy, the sampling limits and the lease. The figures are upper bounds for usual work; long replies
-# of an environment can take more, which `roles/node/memory_limit` limits in another way. `tests/engine/test_needs.py`
+# of an environment can take more, which `weights/memory_limit` limits in another way. `tests/engine/test_needs.py`
 # compares them with what the engine takes.
 #
 # All results are bytes.

@@ -30,9 +30,9 @@ from shoal.models.open_model import spec_of
 from shoal.protocol.constants import MODEL_STOPS
 from shoal.protocol.messages import Sampling
 from shoal.roles.node.device_queue import ExclusiveDevice, Shift, shift_of
-from shoal.roles.node.engine_loader import LoadedEngine, contained
 from shoal.run_folder import RunFolder, cold_start_of, write_atomically
 from shoal.terminal import printable
+from shoal.weights.engine_loader import LoadedEngine, contained
 
 MIN_EPISODES = 32
 """Of each environment, in an evaluation with fewer episodes than the run file names."""

@@ -23,9 +23,9 @@ from shoal.models.parameter_counts import adapter_parameters_of, layer_values_of
 from shoal.models.safetensors_header import files_of_base, read_header
 from shoal.models.transformer import Transformer
 from shoal.plan.units import amount
-from shoal.roles.node.memory_limit import free_bytes
 from shoal.weights.base_model import base_root
 from shoal.weights.manifest import weights_root
+from shoal.weights.memory_limit import free_bytes
 
 ROWS, ROW_TOKENS = 4, 128
 """Conversations of random tokens on which the two are compared, and their tokens at most."""

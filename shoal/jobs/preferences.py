@@ -1,7 +1,7 @@
 """Pairs of answers, and what is made of them: a policy, by direct preference optimisation, or a reward model.
 
-It opens models, and writes them in Hugging Face format. Pairs come from a run's groups (`launch/training_examples` takes
-them) or from a file of lines. The same pairs, settings and number of threads give the same bytes.
+It opens models, and writes them in Hugging Face format. Pairs come from a run's groups (`launch/pipeline/training_examples`
+takes them) or from a file of lines. The same pairs, settings and number of threads give the same bytes.
 """
 
 import logging

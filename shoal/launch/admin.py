@@ -12,7 +12,6 @@ from msgspec import UNSET
 
 from shoal.config import HostConfig, is_loopback
 from shoal.errors import ConfigError, PeerError, StateError
-from shoal.launch.run_status import CoordinatorWatch, suspended_process
 from shoal.ledger.hints import SAYS_FORK
 from shoal.ledger.run_decisions import surplus_of
 from shoal.net.client import Client, PeerRefused
@@ -24,6 +23,7 @@ from shoal.protocol.messages import AdminRequest, NodeState, Rotation, RunInfo, 
 from shoal.protocol.required_features import kind_of
 from shoal.protocol.signing import Key, is_public_key
 from shoal.run_folder import RunFolder, is_locked, is_url, write_atomically
+from shoal.runs.run_status import CoordinatorWatch, suspended_process
 from shoal.terminal import command
 
 # --- For the host of a run ---

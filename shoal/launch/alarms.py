@@ -19,7 +19,6 @@ from shoal.errors import ShoalError
 from shoal.evaluation_files import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.admin import call
 from shoal.launch.flat_groups import why_flat
-from shoal.launch.run_status import STARTING, CoordinatorWatch, RunStatus, own_keys
 from shoal.ledger.batches import SlotVoid
 from shoal.ledger.hints import IS_STOPPED, NO_LEASE, split_remedy
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
@@ -31,6 +30,7 @@ from shoal.net.client import PeerRefused
 from shoal.protocol.encoding import WireError
 from shoal.protocol.messages import AdminRequest
 from shoal.run_folder import RunFolder, free_below, held_below
+from shoal.runs.run_status import STARTING, CoordinatorWatch, RunStatus, own_keys
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from shoal.envs.describe import is_repeatable
 from shoal.errors import ShoalError, StateError, fault_of_user, no_torch
 from shoal.launch.admin import shared_url
 from shoal.launch.run_lock import demand_free_ports, locked_run
-from shoal.launch.run_status import RunStatus
 from shoal.launch.supervisor import open_crew
-from shoal.launch.terminal_view import WATCHDOG_S
 from shoal.metrics import read_metrics
 from shoal.run_folder import RunFolder
+from shoal.runs.run_status import RunStatus
 from shoal.terminal import printable
+from shoal.views.terminal.live_view import WATCHDOG_S
 
 log = logging.getLogger("shoal")
 

@@ -17,7 +17,6 @@ from shoal.envs.interface import task_of
 from shoal.envs.load import load_run_envs
 from shoal.envs.replay import retell
 from shoal.errors import ShoalError, StateError
-from shoal.launch.conversation import LOOKED_BACK, group_of
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.hints import IN_A_NEW_RUN
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
@@ -30,6 +29,7 @@ from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError
 from shoal.protocol.messages import ENVIRONMENT, Group, Rollout
 from shoal.run_folder import RunFolder
+from shoal.runs.conversation import LOOKED_BACK, group_of
 
 SHOWN = 2
 """Number of groups; one rollout of each is shown."""

@@ -13,8 +13,8 @@ from rich.console import RenderableType
 
 from shoal.launch.log_rotation import log_into
 from shoal.launch.role_process import RoleProcess
-from shoal.launch.run_status import RunStatus, suspended_process
-from shoal.launch.terminal_view import RunView
+from shoal.runs.run_status import RunStatus, suspended_process
+from shoal.views.terminal.live_view import RunView
 
 
 class LoggingView:

@@ -20,8 +20,8 @@ import psutil
 from shoal.config import child_environment
 from shoal.errors import EXIT_DONE, EXIT_USER_ERROR
 from shoal.launch.log_rotation import LogFile
-from shoal.launch.run_status import suspended_process
 from shoal.ledger.hints import CONTINUE_REMEDY, ENDED_CALLS, IS_STOPPED, split_remedy
+from shoal.runs.run_status import suspended_process
 
 MAX_QUICK_DEATHS = 5
 """A role is given up after this many deaths in a row, each less than QUICK_DEATH_S after its start."""

@@ -17,18 +17,18 @@ from msgspec import UNSET
 from shoal.config import RunConfig, preset_lr
 from shoal.errors import ShoalError, StateError, cause_of
 from shoal.evaluation_files import AFTER, BEFORE, read_heldout
-from shoal.launch.end_screen import RunEnd
 from shoal.launch.role_process import RoleUsage, own_use
-from shoal.launch.run_status import RunStatus, names_apart, own_keys
 from shoal.launch.sizing import first_spec, learned_parameters_of
 from shoal.ledger.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
 from shoal.ledger.fault_rate import most_frequent_error
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import read_entry
+from shoal.monitors.diagnosis import LearningSetup, diagnose
 from shoal.protocol.messages import NodeState
 from shoal.run_folder import RunFolder, write_atomically
+from shoal.runs.run_status import RunStatus, names_apart, own_keys
 from shoal.terminal import as_called
-from shoal.watch.no_gain import LearningSetup, diagnose
+from shoal.views.terminal.end_screen import RunEnd
 from shoal.weights.manifest import weights_root
 
 

@@ -20,11 +20,8 @@ from shoal.config import RunConfig
 from shoal.engine.dishonest import CHEATS
 from shoal.errors import ShoalError, StateError
 from shoal.evaluation_files import BEFORE
-from shoal.launch import advice
 from shoal.launch.admin import NodesWatch
 from shoal.launch.alarms import AlarmWatch
-from shoal.launch.conversation import NewestSample, Samples
-from shoal.launch.end_screen import plain_end, render_end, save_picture
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.flat_groups import flat_samples, newest_refusal, why_flat, why_paused
 from shoal.launch.launcher_log import LoggingView
@@ -40,21 +37,24 @@ from shoal.launch.preflight import (
 )
 from shoal.launch.prompt_preview import PromptPreview
 from shoal.launch.role_process import RoleProcess, counted_signals, with_ended_call, with_suspended
-from shoal.launch.run_status import USAGE, CoordinatorWatch, MetricsWatch, RunStatus, own_keys, suspended_process
 from shoal.launch.sizing import Shifts, first_spec, learned_parameters_of, resolve_sizes, shifts_of
 from shoal.launch.summary import UsageBook, write_summary
-from shoal.launch.terminal_panels import WATCHDOG_S
-from shoal.launch.terminal_view import LiveView, RunView, render
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import IN_A_NEW_RUN, no_signal_remedy
 from shoal.ledger.log.sqlite_store import creation_of
 from shoal.ledger.run import NO_SIGNAL
 from shoal.models.hub_download import Hub
+from shoal.monitors import advice
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError
 from shoal.protocol.package_reference import is_hub
 from shoal.run_folder import RunFolder
+from shoal.runs.conversation import NewestSample, Samples
+from shoal.runs.run_status import USAGE, CoordinatorWatch, MetricsWatch, RunStatus, own_keys, suspended_process
 from shoal.terminal import as_called, command, say
+from shoal.views.terminal.end_screen import plain_end, render_end, save_picture
+from shoal.views.terminal.live_view import LiveView, RunView, render
+from shoal.views.terminal.panels import WATCHDOG_S
 
 TICK_S = 0.1
 LOOK_EVERY_S = 1.0

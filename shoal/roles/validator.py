@@ -29,9 +29,7 @@ from shoal.protocol.noise import PHILOX
 from shoal.protocol.tolerances import LOCAL
 from shoal.roles.node.activity import NodeActivity
 from shoal.roles.node.device_queue import ExclusiveDevice, Shift, load_on_shift, shift_of
-from shoal.roles.node.engine_loader import loaded_in_time
 from shoal.roles.node.lease_client import demand_sound
-from shoal.roles.node.memory_limit import enforced, limit_of, memory_mb
 from shoal.roles.node.packages import Packages
 from shoal.roles.node.reward_parts import ScoreFile, Tally
 from shoal.roles.node.session import (
@@ -48,6 +46,8 @@ from shoal.run_folder import RunFolder
 from shoal.verification.branch_parents import fetch_parents, read_parents
 from shoal.verification.context import ReplayedRollout, Tools
 from shoal.verification.verify import verify_submission
+from shoal.weights.engine_loader import loaded_in_time
+from shoal.weights.memory_limit import enforced, limit_of, memory_mb
 
 log = logging.getLogger("validator")
 

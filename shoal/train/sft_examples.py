@@ -1,7 +1,7 @@
 """Rows of rollouts that were chosen to be imitated, as a file: what rejection sampling hands to supervised fine-tuning.
 
-Written by a reject stage (`launch/training_examples`), read by `jobs/sft`. Light: it knows neither the run nor the rule
-that chose.
+Written by a reject stage (`launch/pipeline/training_examples`), read by `jobs/sft`. Light: it knows neither the run nor the
+rule that chose.
 """
 
 from pathlib import Path

@@ -13,8 +13,8 @@ from shoal.config import TinyPolicy
 from shoal.errors import Overreach, StateError
 from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import MODEL_STOPS
-from shoal.roles.node import engine_loader
 from shoal.sandbox.selftest import SelftestReport
+from shoal.weights import engine_loader
 from tests.sandbox.needs import needs_bubblewrap
 
 

@@ -24,9 +24,9 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.evaluation_files import Heldout
 from shoal.jobs.evaluate import in_words
 from shoal.jobs.solve_rates import TaskRates
-from shoal.launch.conversation import sample_of
 from shoal.protocol.messages import Sampling
 from shoal.protocol.task_draws import TaskList
+from shoal.runs.conversation import sample_of
 
 
 class Ask(Env):

@@ -20,13 +20,13 @@ from shoal.env_packages.registry import FolderRegistry
 from shoal.envs.evaluate import Evaluation, MixedEvaluation
 from shoal.errors import ConfigError, StateError
 from shoal.jobs import evaluate
-from shoal.launch.end_screen import plain_end, render_end
-from shoal.launch.run_status import RunStatus
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.models.random_model import make_tiny
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol.messages import NodeState, Sampling
 from shoal.run_folder import RunFolder
+from shoal.runs.run_status import RunStatus
+from shoal.views.terminal.end_screen import plain_end, render_end
 from tests.env_packages.author import Author
 from tests.roles.in_memory_run import tiny_run
 from tests.sandbox.needs import needs_bubblewrap

@@ -12,8 +12,6 @@ from shoal.alarms import Alarm, AlarmLine, AlarmsLog, read_alarms, standing_alar
 from shoal.errors import ConfigError, PeerError, StateError
 from shoal.evaluation_files import Heldout, Judged
 from shoal.launch.alarms import AlarmWatch, _WaitTimes, evaluation
-from shoal.launch.run_status import RunStatus
-from shoal.launch.terminal_view import render
 from shoal.ledger.commands import Admin
 from shoal.ledger.hints import CONTINUE_REMEDY, IS_STOPPED, SILENT_REMEDY
 from shoal.ledger.log.check import verify
@@ -24,6 +22,8 @@ from shoal.net.client import PeerRefused
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol.messages import AdminRequest, Measured, Status
 from shoal.run_folder import RunFolder
+from shoal.runs.run_status import RunStatus
+from shoal.views.terminal.live_view import render
 from tests.ledger.ledger_fixture import World
 from tests.monitors.series import honest_lines
 from tests.roles.in_memory_run import Town, tiny_run

@@ -11,7 +11,7 @@ from shoal.launch.evaluations import Evaluations
 from shoal.launch.role_process import RoleProcess
 from shoal.roles.trackers.rows import Given, Rows
 from shoal.run_folder import RunFolder
-from shoal.watch.reading.evaluations import read_heldout
+from shoal.runs.evaluations import read_heldout
 
 FIGURES = {"mean": 0.5, "low95": 0.4, "high95": 0.6, "episodes": 8}
 

@@ -24,14 +24,14 @@ from shoal.launch.background_run import _News
 from shoal.launch.launcher_log import LoggingView
 from shoal.launch.role_process import RoleProcess
 from shoal.launch.run_lock import demand_free_ports, locked, locked_run
-from shoal.launch.run_status import CoordinatorWatch, suspended_process
-from shoal.launch.watch_command import FolderWatch
 from shoal.ledger.commands import JoinRun, LeaveRun
 from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
 from shoal.net.server_process import living_pid, port_of_last_start, port_of_living, tell_address
 from shoal.protocol import messages as t
 from shoal.run_folder import RunFolder, is_locked, write_atomically
+from shoal.runs.run_status import CoordinatorWatch, suspended_process
+from shoal.views.terminal.watch_command import FolderWatch
 from tests.roles.in_memory_run import Town, tiny_run
 
 RUN = Path("runs/wordle")

@@ -30,7 +30,6 @@ from shoal.launch.memory_plan import (
 from shoal.launch.memory_plan import fits as fit_of
 from shoal.launch.sizing import shifts_of
 from shoal.launch.supervisor import LocalRun
-from shoal.launch.terminal_view import LiveView
 from shoal.models.checkpoint import demand_weights
 from shoal.models.config import ModelConfig, write_json
 from shoal.models.load_tensors import demand_finite
@@ -41,10 +40,11 @@ from shoal.models.transformer import Transformer
 from shoal.plan.sizes import sizes_of, spec_of
 from shoal.plan.units import amount
 from shoal.protocol.algorithm_config import DrGrpo, Kl, Ppo
-from shoal.roles.node.memory_limit import needs_of
 from shoal.run_folder import RunFolder
 from shoal.train.learner import Learner
 from shoal.train.memory_estimate import Layout, MemoryPart, parts_of
+from shoal.views.terminal.live_view import LiveView
+from shoal.weights.memory_limit import needs_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LARGE = ModelConfig("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 32768, 1e6, 1e-6, True, (0,))

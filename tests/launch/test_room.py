@@ -16,13 +16,13 @@ from shoal.launch import doctor, sizing
 from shoal.launch.memory_plan import MemoryReport, reports
 from shoal.launch.sizing import resolve_sizes
 from shoal.launch.supervisor import open_crew
-from shoal.launch.terminal_view import LiveView
 from shoal.models.checkpoint import load_policy
 from shoal.models.parameter_counts import adapter_parameters_of
 from shoal.models.random_model import make_tiny, tiny_spec
 from shoal.plan.sizes import spec_of
 from shoal.run_folder import RunFolder
 from shoal.train.learner import Learner
+from shoal.views.terminal.live_view import LiveView
 from tests.launch.test_memory_plan import LARGE, RECIPES, has_free
 
 ON_GPU = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]

@@ -22,12 +22,11 @@ from shoal.errors import ConfigError, StateError
 from shoal.evaluation_files import Heldout
 from shoal.jobs import sft
 from shoal.jobs.cold_start_examples import chosen_rows
-from shoal.launch.conversation import group_of
+from shoal.launch.pipeline.stage_jobs import Input, Job, demand_doable, demand_same_inputs, digest_below, job_of
+from shoal.launch.pipeline.stage_pipeline import StageEnd, StagesRun, _policy_before, _read_done, in_words
+from shoal.launch.pipeline.training_examples import choose, choose_pairs, digest_of, learned_groups
 from shoal.launch.role_process import RoleProcess
-from shoal.launch.stage_jobs import Input, Job, demand_doable, demand_same_inputs, digest_below, job_of
-from shoal.launch.stage_pipeline import StageEnd, StagesRun, _policy_before, _read_done, in_words
 from shoal.launch.supervisor import check_first_policy
-from shoal.launch.training_examples import choose, choose_pairs, digest_of, learned_groups
 from shoal.ledger.log.check import verify
 from shoal.ledger.log.sqlite_store import Store, creation_of, sqlite_url
 from shoal.models.lora_config import AdapterSpec, has_adapter
@@ -35,6 +34,7 @@ from shoal.models.random_model import make_tiny
 from shoal.models.value_head import load_valued
 from shoal.protocol.task_draws import read_task_list
 from shoal.run_folder import RunFolder
+from shoal.runs.conversation import group_of
 from shoal.train.sft_examples import read_examples
 from shoal.weights.manifest import weights_root
 

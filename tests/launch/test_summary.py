@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.role_process import RoleUsage
-from shoal.launch.run_status import NO_STATUS, CoordinatorWatch, MetricsWatch, RunStatus, names_apart
 from shoal.launch.summary import UsageBook, _troubles, influence_shares
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
@@ -18,7 +17,8 @@ from shoal.protocol.constants import MAX_NODES
 from shoal.protocol.encoding import to_json
 from shoal.protocol.messages import Faults, NodeState, Status
 from shoal.run_folder import RunFolder
-from shoal.watch.report.html import share
+from shoal.runs.run_status import NO_STATUS, CoordinatorWatch, MetricsWatch, RunStatus, names_apart
+from shoal.views.report.html import share
 
 STATUS = Status("x", "running", 3, 9, 5, {}, 1, 0, "workers", 2.0)
 

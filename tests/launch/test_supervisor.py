@@ -23,11 +23,8 @@ from shoal.errors import StateError
 from shoal.launch.launcher_log import LoggingView
 from shoal.launch.role_process import RoleProcess, with_ended_call, with_suspended
 from shoal.launch.run_lock import locked
-from shoal.launch.run_status import NO_STATUS, own_keys, suspended_process
 from shoal.launch.sizing import shifts_of
 from shoal.launch.supervisor import LocalRun
-from shoal.launch.terminal_view import LiveView, render
-from shoal.launch.watch_command import FolderWatch
 from shoal.ledger.commands import Admin
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import ENDED_CALLS, SILENT_REMEDY, split_remedy
@@ -35,6 +32,9 @@ from shoal.ledger.run import NO_SIGNAL
 from shoal.monitors.no_signal import BY_LIMIT, FALLEN
 from shoal.net.key_files import load_or_make_key
 from shoal.run_folder import RunFolder
+from shoal.runs.run_status import NO_STATUS, own_keys, suspended_process
+from shoal.views.terminal.live_view import LiveView, render
+from shoal.views.terminal.watch_command import FolderWatch
 from tests.roles.in_memory_run import Town
 
 STEPS = "steps = 30"

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from shoal.errors import StateError
-from shoal.launch.run_status import NO_STATUS, RunStatus
-from shoal.launch.unattended_run import IDLE_LIMIT_S, UnattendedView
+from shoal.launch.pipeline.unattended_run import IDLE_LIMIT_S, UnattendedView
 from shoal.run_folder import RunFolder
+from shoal.runs.run_status import NO_STATUS, RunStatus
 from tests.launch.test_stage_pipeline import RL, ROOT, finish, start
 
 WAKING = """        if not Path("AWAKE").exists():

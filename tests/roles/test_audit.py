@@ -31,7 +31,6 @@ from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import Grpo
 from shoal.protocol.audit_selection import influence
 from shoal.protocol.encoding import to_json
-from shoal.roles.auditor import source
 from shoal.roles.auditor.recompute import (
     AGREE,
     DISAGREE,
@@ -43,8 +42,9 @@ from shoal.roles.auditor.recompute import (
     load_envs,
     summary,
 )
-from shoal.roles.auditor.source import FolderRun, UrlRun
 from shoal.roles.auditor.verify_log import audit_folder, replay_log
+from shoal.runs import public_run
+from shoal.runs.public_run import FolderRun, UrlRun
 from shoal.weights.fetch import fetch
 from tests.roles.forgery import bodies, forged
 from tests.roles.in_memory_run import URL, Town, tiny_run
@@ -457,7 +457,7 @@ def test_without_a_versions_weights_all_but_the_tokens_is_recomputed(copy):
 
 
 def test_weights_that_do_not_fit_on_this_disk_are_left_out_and_are_no_disagreement(run_dir, monkeypatch):
-    monkeypatch.setattr(source, "room_for_version", lambda folder, keep: 1000)
+    monkeypatch.setattr(public_run, "room_for_version", lambda folder, keep: 1000)
     found = audit(run_dir, GroupChoice(rollout="0/0"))
     assert found.disagreements == [] and found.groups == found.with_model == 0
     assert any("only 1000 may be used" in reason and "set TMPDIR" in reason for reason in found.left_out)

@@ -21,11 +21,11 @@ from shoal.protocol.constants import VLLM
 from shoal.protocol.messages import AdapterBase
 from shoal.protocol.required_features import ADAPTERS, CODED_BASE
 from shoal.roles.coordinator.status import StatusBoard
-from shoal.roles.node.engine_loader import demand_engine_fits
 from shoal.roles.trainer import models
 from shoal.run_folder import RunFolder
 from shoal.weights import base_model
 from shoal.weights.base_model import base_root
+from shoal.weights.engine_loader import demand_engine_fits
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import weights_root
 from tests.models.hub_server import fake_hub

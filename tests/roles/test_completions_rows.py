@@ -13,7 +13,7 @@ from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import from_msgpack
 from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
-from shoal.roles.auditor.source import FolderRun
+from shoal.runs.public_run import FolderRun
 from tests.envs import musing, pile, rivals
 from tests.roles.in_memory_run import Town, tiny_run
 

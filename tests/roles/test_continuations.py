@@ -20,12 +20,12 @@ from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_SUBMISSION_BYT
 from shoal.protocol.encoding import WireError, digest, to_msgpack
 from shoal.protocol.task_draws import TaskList
 from shoal.roles.auditor.recompute import GroupChoice, examine
-from shoal.roles.auditor.source import FolderRun
 from shoal.roles.node.lease_client import demand_sound
 from shoal.roles.node.session import SOONEST_S
 from shoal.roles.validator import Validator
 from shoal.roles.worker.continuations import parents_of
 from shoal.roles.worker.worker import VersionExpired, Worker
+from shoal.runs.public_run import FolderRun
 from tests.envs import rivals
 from tests.ledger.ledger_fixture import rules
 from tests.roles.forgery import forged

@@ -26,12 +26,12 @@ from shoal.protocol.audit_selection import CHECKS, MAX_REASON_CHARS
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.tolerances import bounds_for
-from shoal.roles.auditor.source import demand_whole_log
 from shoal.roles.coordinator.calls import application
 from shoal.roles.coordinator.main import demand_steps, env_specs, open_run, rules_of
 from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_manifest, take_checkpoint
 from shoal.run_folder import RunFolder
+from shoal.runs.public_run import demand_whole_log
 from shoal.tree import to_tree
 from shoal.weights.manifest import open_manifest, sign_manifest
 from tests.ledger.ledger_fixture import World

@@ -21,8 +21,9 @@ from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest, from_json, to_json
 from shoal.protocol.pay_lines import CreditPage, Statement
 from shoal.roles.auditor import credits as accounts
-from shoal.roles.auditor import source, verify_log
+from shoal.roles.auditor import verify_log
 from shoal.roles.auditor.evidence import is_due
+from shoal.runs import public_run
 from shoal.verification.encode_submission import encode_submission
 from tests.roles.in_memory_run import URL, Town, tiny_run
 
@@ -166,7 +167,7 @@ def test_the_command_checks_a_statement_offline_and_against_a_log(town, statemen
 def test_a_kept_statement_is_the_one_that_the_coordinator_signed(town, keys, tmp_path):
     async def story(client_of_run):
         async with Client(URL, transport=httpx.ASGITransport(town.app)) as client:
-            run = source.UrlRun(client)
+            run = public_run.UrlRun(client)
             await accounts._keep_statement(run, await verify_log.replay_log(run), client_of_run, tmp_path / "mine.json")
 
     asyncio.run(story(keys["honest"]))
@@ -180,7 +181,7 @@ def test_a_statement_of_another_node_is_not_kept(town, keys, tmp_path):
 
     async def story():
         async with Crooked(URL, transport=httpx.ASGITransport(town.app)) as client:
-            run = source.UrlRun(client)
+            run = public_run.UrlRun(client)
             await accounts._keep_statement(
                 run, await verify_log.replay_log(run), keys["honest"], tmp_path / "mine.json"
             )
@@ -247,7 +248,7 @@ def test_receipts_of_two_workers_find_the_fork_in_either_folder(two_faced, capsy
 def test_receipts_of_two_workers_find_the_fork_behind_a_url(two_faced):
     async def story(town):
         async with Client(URL, transport=httpx.ASGITransport(town.app)) as client:
-            return (await verify_log.audit_log(source.UrlRun(client), two_faced.files)).findings
+            return (await verify_log.audit_log(public_run.UrlRun(client), two_faced.files)).findings
 
     for town, other in zip(two_faced.towns, reversed(two_faced.files), strict=True):
         findings = asyncio.run(story(town))
@@ -258,7 +259,7 @@ def test_receipts_of_two_workers_find_the_fork_behind_a_url(two_faced):
 def test_a_receipt_that_a_live_run_signs_while_its_log_is_read_is_no_loss(two_faced):
     town, file = two_faced.towns[0], two_faced.files[1]
 
-    class Live(source.FolderRun):
+    class Live(public_run.FolderRun):
         async def rows(self, most=None):
             rows = await super().rows(most)
             late = self.folder.nodes / "late" / "receipts.jsonl"
@@ -267,7 +268,7 @@ def test_a_receipt_that_a_live_run_signs_while_its_log_is_read_is_no_loss(two_fa
             return rows
 
     assert asyncio.run(verify_log.audit_log(Live(town.folder.root))).findings == []
-    assert len(asyncio.run(verify_log.audit_log(source.FolderRun(town.folder.root))).findings) == 1
+    assert len(asyncio.run(verify_log.audit_log(public_run.FolderRun(town.folder.root))).findings) == 1
 
 
 def test_a_lost_tail_is_found_by_receipts_once_they_are_old_or_if_their_time_is_wrong(two_faced):
@@ -288,7 +289,7 @@ def test_receipts_of_other_runs_are_skipped_and_forged_ones_are_reported(two_fac
     mixed.write_bytes(b"\n".join([to_json(other), to_json(forged), b"half a li"]) + b"\n")
 
     async def story():
-        return (await verify_log.audit_log(source.FolderRun(town.folder.root), [mixed])).findings
+        return (await verify_log.audit_log(public_run.FolderRun(town.folder.root), [mixed])).findings
 
     assert asyncio.run(story()) == [f"{mixed}: a receipt that the run key did not sign"]
 

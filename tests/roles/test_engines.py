@@ -19,9 +19,9 @@ from shoal.protocol.required_features import ADAPTERS
 from shoal.roles.coordinator import calls
 from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.node import session
-from shoal.roles.node.engine_loader import demand_engine_fits
 from shoal.roles.worker.worker import Worker
 from shoal.tree import to_tree
+from shoal.weights.engine_loader import demand_engine_fits
 from tests.roles.in_memory_run import Town, tiny_run
 
 PAIR, VLLM = "vllm:float32/float32", "shoal-vllm/0.32.0-processor"

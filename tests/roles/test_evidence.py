@@ -28,12 +28,12 @@ from shoal.protocol.encoding import digest, from_json, to_json
 from shoal.protocol.host_signatures import is_promised, sign_promise
 from shoal.protocol.noise import KEYED_32
 from shoal.roles.auditor.recompute import AGREE, CANNOT, DISAGREE, GroupChoice, audit_rollouts
-from shoal.roles.auditor.source import FolderRun
 from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.node import evidence, publisher_pins
 from shoal.roles.node.evidence import EvidenceStore
 from shoal.roles.node.session import Contradiction
 from shoal.roles.worker.worker import Worker
+from shoal.runs.public_run import FolderRun
 from shoal.weights.manifest import content_of, sign_manifest
 from shoal.weights.publish import publish
 from tests.roles.forgery import bodies, forged

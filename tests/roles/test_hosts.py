@@ -12,9 +12,9 @@ from shoal.ledger.leases import LeaseLapsed
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import to_json
 from shoal.roles.auditor.recompute import GroupChoice, audit_rollouts
-from shoal.roles.auditor.source import FolderRun
 from shoal.roles.auditor.verify_log import audit_folder
 from shoal.roles.coordinator.status import StatusBoard
+from shoal.runs.public_run import FolderRun
 from tests.roles.forgery import bodies
 from tests.roles.in_memory_run import Town, tiny_run
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from shoal.launch.run_status import RunStatus
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.ledger.commands import Admin
 from shoal.models.checkpoint import tensors_of
 from shoal.roles.trainer import publish
+from shoal.runs.run_status import RunStatus
 from tests.roles.in_memory_run import Town, tiny_run
 
 RUN = tiny_run(steps=2, storage={"checkpoint_every": 1})

@@ -10,9 +10,9 @@ from shoal.engine.hot_swap import WeightChange
 from shoal.engine.native import LocalEngine
 from shoal.errors import Overreach, StateError
 from shoal.roles import validator as judging
-from shoal.roles.node.engine_loader import LoadedEngine
 from shoal.roles.node.session import Session
 from shoal.weights.delta import tensor_codes
+from shoal.weights.engine_loader import LoadedEngine
 from shoal.weights.manifest import weights_root
 from tests.engine.test_hot_swap import is_torn, none_is_too_small, rollouts, same, versions  # noqa: F401
 from tests.roles.in_memory_run import Town, tiny_run

@@ -12,11 +12,11 @@ import pytest
 from shoal.envs.builtin.arithmetic import Arithmetic
 from shoal.errors import Overreach
 from shoal.roles.auditor.recompute import GroupChoice, audit_rollouts
-from shoal.roles.auditor.source import FolderRun
-from shoal.roles.node import memory_limit
-from shoal.roles.node.memory_limit import Memory, share_of_free_mb, taken_mb
 from shoal.roles.node.session import Session
 from shoal.roles.worker import worker as worker_role
+from shoal.runs.public_run import FolderRun
+from shoal.weights import memory_limit
+from shoal.weights.memory_limit import Memory, share_of_free_mb, taken_mb
 from tests.roles.in_memory_run import Town, tiny_run
 
 
@@ -167,7 +167,7 @@ def test_the_default_is_half_of_what_is_free_here_or_in_this_container(tmp_path,
 ALLOCATES = """
 import sys, torch
 from shoal.errors import Overreach
-from shoal.roles.node.memory_limit import Memory, taken_mb
+from shoal.weights.memory_limit import Memory, taken_mb
 memory = Memory(taken_mb() + 300, taken_mb())
 memory.enforce(1)
 kept = torch.zeros(150_000_000, dtype=torch.uint8)
@@ -191,7 +191,7 @@ def test_the_system_lets_no_allocation_pass_the_limit():
 
 HASHES = """
 import os, numpy as np
-from shoal.roles.node.memory_limit import Memory
+from shoal.weights.memory_limit import Memory
 from shoal.weights.delta.tensor_codes import coded, cores, root_of
 os.sched_getaffinity = lambda process: range(100)
 weights = {str(i): coded("F32", (1 << 18,), np.zeros(1 << 18, "<f4")) for i in range(100)}

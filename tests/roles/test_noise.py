@@ -12,7 +12,7 @@ from shoal.engine.native import LocalEngine
 from shoal.ledger.log.sqlite_store import creation_of
 from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES
 from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
-from shoal.roles.auditor.source import FolderRun
+from shoal.runs.public_run import FolderRun
 from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

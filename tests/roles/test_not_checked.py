@@ -19,7 +19,8 @@ from shoal.protocol import messages as t
 from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.protocol.encoding import to_json
 from shoal.protocol.pay_lines import Statement
-from shoal.roles.auditor import source, verify_log
+from shoal.roles.auditor import verify_log
+from shoal.runs import public_run
 from tests.golden.test_golden import rows_of, under_version
 from tests.roles.in_memory_run import URL
 
@@ -73,7 +74,7 @@ def test_at_a_url_the_coordinators_state_is_not_called_wrong():
 
     async def story():
         async with Client(URL, transport=httpx.MockTransport(answer)) as client:
-            return await verify_log.replay_log(source.UrlRun(client))
+            return await verify_log.replay_log(public_run.UrlRun(client))
 
     with pytest.raises(UnknownRules, match="version 99 of the rules"):
         asyncio.run(story())

@@ -22,9 +22,9 @@ from shoal.protocol.messages import EnvSpec
 from shoal.protocol.signing import Key
 from shoal.roles.coordinator.main import env_specs
 from shoal.roles.env_server.env_process import _load
-from shoal.roles.node import memory_limit
-from shoal.roles.node.memory_limit import Memory
 from shoal.roles.node.packages import ConsentedPackages, NoPackages, room_of
+from shoal.weights import memory_limit
+from shoal.weights.memory_limit import Memory
 from tests.env_packages.author import Author, attest
 from tests.envs.isolated.place import line_of
 from tests.roles.in_memory_run import Town, tiny_run

@@ -11,9 +11,9 @@ from shoal.errors import ConfigError, PeerError
 from shoal.metrics import read_metrics
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import FileEntry, Manifest, Patch
-from shoal.roles.auditor import source
 from shoal.roles.coordinator.retention import SLOWEST_LINE_BYTES_PER_S, versions_to_keep
 from shoal.roles.node.session import Session
+from shoal.runs import public_run
 from shoal.weights.delta.apply import follow
 from shoal.weights.manifest import chunks_of, is_whole, weights_root
 from shoal.weights.publish import FolderSink
@@ -71,27 +71,27 @@ def test_anchors_are_not_further_apart_than_a_chain_may_be_long(every):
 
 def test_an_auditor_rebuilds_a_version_that_was_published_as_a_patch(tmp_path):
     town = lived(tmp_path / "run", storage={"anchor_every": 3})
-    run, state = source.FolderRun(town.folder.root), town.desk.state
-    found = asyncio.run(source.fetch_weights(run, state, 5, tmp_path / "audit"))
+    run, state = public_run.FolderRun(town.folder.root), town.desk.state
+    found = asyncio.run(public_run.fetch_weights(run, state, 5, tmp_path / "audit"))
     assert weights_root(found) == state.main.versions[5].root
     town.desk.blobs.delete(state.main.versions[4].manifest)
-    with pytest.raises(source.Unavailable, match="gone"):
-        asyncio.run(source.fetch_weights(run, state, 5, tmp_path / "again"))
+    with pytest.raises(public_run.Unavailable, match="gone"):
+        asyncio.run(public_run.fetch_weights(run, state, 5, tmp_path / "again"))
 
 
 def test_an_auditor_takes_no_more_disk_for_what_a_patch_begins_at(tmp_path, monkeypatch):
     town = lived(tmp_path / "run", storage={"anchor_every": 3})
-    run, state, manifests = source.FolderRun(town.folder.root), town.desk.state, town.desk.kept.manifests
+    run, state, manifests = public_run.FolderRun(town.folder.root), town.desk.state, town.desk.kept.manifests
     anchor, patched = (sum(file.size for file in manifests[version].files) for version in (3, 4))
     patch = manifests[4].patches[0].file.size
     for room in (patched + patch, anchor - 1):
         assert patched < room
-        monkeypatch.setattr(source, "room_for_version", lambda folder, keep, room=room: room)
-        with pytest.raises(source.Unavailable, match=f"only {room} may be used"):
-            asyncio.run(source.fetch_weights(run, state, 4, tmp_path / "audit"))
+        monkeypatch.setattr(public_run, "room_for_version", lambda folder, keep, room=room: room)
+        with pytest.raises(public_run.Unavailable, match=f"only {room} may be used"):
+            asyncio.run(public_run.fetch_weights(run, state, 4, tmp_path / "audit"))
         assert not list((tmp_path / "audit").rglob("*.safetensors"))
-    monkeypatch.setattr(source, "room_for_version", lambda folder, keep: anchor)
-    asyncio.run(source.fetch_weights(run, state, 4, tmp_path / "audit"))
+    monkeypatch.setattr(public_run, "room_for_version", lambda folder, keep: anchor)
+    asyncio.run(public_run.fetch_weights(run, state, 4, tmp_path / "audit"))
 
 
 def test_a_trainer_that_was_killed_publishes_its_next_version_whole(tmp_path):

@@ -13,11 +13,11 @@ from shoal.ledger.task_difficulty import solve_rate
 from shoal.ledger.versions import LinkRevealed
 from shoal.metrics import read_metrics
 from shoal.roles.auditor.recompute import AGREE, DISAGREE, GroupChoice, audit_rollouts
-from shoal.roles.auditor.source import FolderRun
 from shoal.roles.auditor.verify_log import audit_folder
 from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.main import open_run
 from shoal.roles.coordinator.status import StatusBoard, batch_of
+from shoal.runs.public_run import FolderRun
 from tests.roles.forgery import forged
 from tests.roles.in_memory_run import Town, tiny_run
 

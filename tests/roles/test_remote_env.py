@@ -22,11 +22,11 @@ from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS, MAX_ROLLOUT_ROWS
 from shoal.protocol.seed_chain import row_seed, sample_seed
 from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
-from shoal.roles.auditor.source import FolderRun
 from shoal.roles.node.lease_client import Leases
 from shoal.roles.worker.remote_env import AHEAD, EngineShare, EngineTurn, PlayContext, TooLate, play_blocks
 from shoal.roles.worker.worker import Worker
 from shoal.run_folder import RunFolder, write_atomically
+from shoal.runs.public_run import FolderRun
 from shoal.tree import from_tree
 from tests.envs import pile
 from tests.envs.conftest import FakeEngine

@@ -23,8 +23,8 @@ from shoal.models.random_model import make_tiny
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import from_msgpack
 from shoal.roles.coordinator.status import StatusBoard, batch_of
-from shoal.roles.node import engine_loader
 from shoal.roles.node.session import Session
+from shoal.weights import engine_loader
 from tests.envs import musing, pile
 from tests.roles.in_memory_run import Town, tiny_run
 

@@ -13,7 +13,7 @@ from shoal.protocol import messages as t
 from shoal.protocol.encoding import from_msgpack
 from shoal.roles.auditor.recompute import GroupChoice, examine
 from shoal.roles.coordinator.status import batch_of
-from shoal.watch.reading.replay import open_run
+from shoal.runs.replay import open_run
 from tests.roles.forgery import forged
 from tests.roles.in_memory_run import Town, tiny_run
 

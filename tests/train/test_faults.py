@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shoal.algos.loss_averaging import token_weights
-from shoal.launch.training_examples import _left
+from shoal.launch.pipeline.training_examples import _left
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.group_signal import advantages, advantages_by_step, teaches
 from shoal.protocol.algorithm_config import Composition, Grpo, Steps, Turns, Vine

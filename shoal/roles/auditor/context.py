@@ -22,10 +22,10 @@ from shoal.ledger.log.check import Audit
 from shoal.ledger.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.protocol import messages as t
 from shoal.protocol.constants import PROTOCOL_VERSION
-from shoal.roles.auditor.source import PublicRun, fetch_weights
-from shoal.roles.node.engine_loader import LoadedEngine, contained
-from shoal.roles.node.memory_limit import Memory, needs_of, share_of_free_mb
+from shoal.runs.public_run import PublicRun, fetch_weights
 from shoal.verification.context import Tools
+from shoal.weights.engine_loader import LoadedEngine, contained
+from shoal.weights.memory_limit import Memory, needs_of, share_of_free_mb
 
 if TYPE_CHECKING:
     from shoal.engine.memory_estimate import AnyNeeds, Needs

@@ -12,9 +12,9 @@ from shoal.ledger.log.pay_history import disagreements, explain, is_signed
 from shoal.ledger.state import State
 from shoal.protocol.encoding import WireError, from_json, to_json
 from shoal.protocol.pay_lines import Statement
-from shoal.roles.auditor.source import ANSWER_S, PublicRun, UrlRun, open_run
 from shoal.roles.auditor.verify_log import replay_log
 from shoal.run_folder import write_atomically
+from shoal.runs.public_run import ANSWER_S, PublicRun, UrlRun, open_run
 from shoal.terminal import printable, say
 
 

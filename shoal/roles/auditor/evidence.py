@@ -22,8 +22,8 @@ from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import WireError, digest, from_json
 from shoal.protocol.host_signatures import is_promised, terms_of
-from shoal.roles.auditor.source import Expiry, PublicRun, UrlRun, verified
 from shoal.roles.node.evidence import Kind, kept_in
+from shoal.runs.public_run import Expiry, PublicRun, UrlRun, verified
 from shoal.weights.manifest import content_of, open_manifest
 
 P = TypeVar("P", t.Grant, t.Receipt)

@@ -33,8 +33,8 @@ from shoal.protocol.required_features import kind_of
 from shoal.protocol.seed_chain import sample_seed
 from shoal.roles.auditor.context import AuditContext
 from shoal.roles.auditor.evidence import EvidenceSet, WithEvidence, accusations, leased, read_evidence
-from shoal.roles.auditor.source import Expiry, PublicRun, Unavailable, open_run
 from shoal.roles.auditor.verify_log import read_log
+from shoal.runs.public_run import Expiry, PublicRun, Unavailable, open_run
 from shoal.terminal import printable, say
 from shoal.verification.branch_parents import OtherParents, fetch_parents, read_parents
 from shoal.verification.verdict_diff import differences

@@ -18,7 +18,7 @@ from shoal.protocol import messages as t
 from shoal.protocol.encoding import WireError, from_json
 from shoal.protocol.host_signatures import is_promised
 from shoal.roles.auditor.evidence import is_due, receipts_apart
-from shoal.roles.auditor.source import FolderRun, PublicRun, UrlRun, open_run
+from shoal.runs.public_run import FolderRun, PublicRun, UrlRun, open_run
 from shoal.terminal import say
 from shoal.weights.manifest import chunks_of, open_manifest
 

@@ -46,11 +46,11 @@ from shoal.protocol.host_signatures import is_promised
 from shoal.protocol.seed_chain import SecretChain
 from shoal.protocol.task_draws import TaskList
 from shoal.protocol.tolerances import dtypes_of
-from shoal.roles.auditor.source import demand_whole_log
 from shoal.roles.coordinator.calls import application
 from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.node.serve_chunks import kept_up
 from shoal.run_folder import RunFolder
+from shoal.runs.public_run import demand_whole_log
 from shoal.tree import to_tree
 
 log = logging.getLogger("coordinator")

@@ -14,7 +14,7 @@ from shoal.protocol import messages as t
 
 # --- What a worker or a validator is at, and what it has done since it started ---
 #
-# Written by the role, from its event loop and its threads; read by `launch/node_view`, from another thread.
+# Written by the role, from its event loop and its threads; read by `views/terminal/node_view`, from another thread.
 
 
 @dataclass

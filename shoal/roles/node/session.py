@@ -39,9 +39,7 @@ from shoal.protocol.message_sizes import BYTES_PER_TOKEN
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.required_features import kind_of
 from shoal.protocol.tolerances import TRANSFORMERS
-from shoal.roles.node.engine_loader import LoadedEngine, contained, demand_engine_fits
 from shoal.roles.node.evidence import DISK_PART, EvidenceStore, joined_before, retry_while_disk_full
-from shoal.roles.node.memory_limit import Memory, needs_of, share_of_free_mb
 from shoal.roles.node.packages import HostPackages, NoPackages, Packages, aside, room_of
 from shoal.roles.node.publisher_pins import take_publishers
 from shoal.roles.node.share_weights import SHARED_PART, SharedVersions
@@ -49,10 +47,12 @@ from shoal.run_folder import RunFolder
 from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.verification.encode_submission import largest_submission_bytes
 from shoal.weights.disk_quota import disk_limit, room_for_version
+from shoal.weights.engine_loader import LoadedEngine, contained, demand_engine_fits
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import Relays
 from shoal.weights.fetch.sources import HostAway, sources_of
 from shoal.weights.manifest import content_of, open_manifest, signer_of
+from shoal.weights.memory_limit import Memory, needs_of, share_of_free_mb
 
 if TYPE_CHECKING:
     from shoal.engine.memory_estimate import AnyNeeds, Needs

@@ -34,10 +34,8 @@ from shoal.protocol.noise import PHILOX
 from shoal.protocol.tolerances import LOCAL
 from shoal.roles.node.activity import NodeActivity, NodeReport
 from shoal.roles.node.device_queue import ExclusiveDevice, Shift, load_on_shift, shift_of
-from shoal.roles.node.engine_loader import loaded_in_time
 from shoal.roles.node.evidence import retry_while_disk_full
 from shoal.roles.node.lease_client import Leases
-from shoal.roles.node.memory_limit import enforced, limit_of, memory_mb
 from shoal.roles.node.packages import Packages
 from shoal.roles.node.session import (
     GOODBYE_S,
@@ -54,7 +52,9 @@ from shoal.roles.node.throttle import Allowance, BoundedEngine
 from shoal.roles.worker.continuations import Parents, fetch_parents, play_leased, to_prove
 from shoal.roles.worker.remote_env import AHEAD, EngineShare, EngineTurn, PlayContext, TooLate, play_blocks
 from shoal.verification.encode_submission import encode_submission, prove_activations
+from shoal.weights.engine_loader import loaded_in_time
 from shoal.weights.fetch.chunks import NoSpace
+from shoal.weights.memory_limit import enforced, limit_of, memory_mb
 
 log = logging.getLogger("worker")
 

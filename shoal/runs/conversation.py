@@ -1,0 +1,168 @@
+"""A rollout of a run's newest group as text, to look at now and then.
+
+It reads the run's folder, also while the coordinator writes to it, and asks no other process. It shows accepted rollouts.
+The environment's answers are computed here, not taken from the worker. A folder may be a stranger's: only the launcher of
+the run executes environment files that it names.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+from shoal.chat.renderer import Renderer
+from shoal.env import Env
+from shoal.envs.interface import task_of
+from shoal.envs.load import is_file, load_run_envs
+from shoal.envs.replay import retell
+from shoal.errors import ShoalError, StateError
+from shoal.ledger.batches import GroupAccepted
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.registry import read_entry
+from shoal.ledger.run import RunCreated
+from shoal.net.blobs import path_of
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import WireError, digest, from_msgpack
+from shoal.run_folder import RunFolder
+from shoal.runs.rollouts import conversation
+from shoal.runs.run_status import SampleConversation
+
+log = logging.getLogger(__name__)
+
+LOOKED_BACK = 2000
+"""Events in which the newest accepted group is looked for."""
+
+SAMPLE_EVERY_S = 20.0
+"""Between two conversations."""
+
+MOST_CHARS = 4000
+"""Of one turn of a conversation."""
+
+SPEAKERS = {"user": "environment", "system": "rules"}
+
+UNDECODED = "as its tokens say: the environment is its host's file, which a watcher does not run"
+
+
+class Samples:
+    """The newest conversation of a run, looked for in a thread of its own now and then."""
+
+    def __init__(self, newest: "NewestSample", every_s: float = SAMPLE_EVERY_S) -> None:
+        self._newest, self._every_s = newest, every_s
+        self._sample: SampleConversation | None = None
+        self._thread: threading.Thread | None = None
+        self._looked_at = -every_s
+
+    def latest(self) -> SampleConversation | None:
+        """What was found last; it waits for nothing."""
+        now, found = time.monotonic(), self._sample
+        if now - self._looked_at >= self._every_s and (self._thread is None or not self._thread.is_alive()):
+            self._looked_at, self._thread = now, threading.Thread(target=self._look, name="samples", daemon=True)
+            self._thread.start()
+        return found
+
+    def _look(self) -> None:
+        try:
+            self._sample = self._newest.read() or self._sample
+        except Exception as error:  # noqa: BLE001  an environment may raise anything, and a view needs no conversation
+            log.debug("no rollout can be shown: %s", error)
+
+
+class NewestSample:
+    """The newest accepted group of a run that goes on, one rollout of it as a conversation."""
+
+    def __init__(self, folder: RunFolder, own_files: bool = False) -> None:
+        """`own_files` executes environment files that the run names: the code of its host."""
+        self._folder, self._own_files = folder, own_files
+        self._seq = -1
+        """Events up to this one were read."""
+        self._created: RunCreated | None = None
+        self._accepted: GroupAccepted | None = None
+        self._envs: Mapping[str, Env] = {}
+        self._renderer: Renderer | None = None
+
+    def read(self) -> SampleConversation | None:
+        """The first rollout of the newest group whose body is still here; None if there is no new one.
+
+        Raises `ShoalError` if it cannot be read.
+        """
+        if self._created is None:
+            created, seq = self._first_event(), self._near_the_end()
+            # guard: watched-files-stay-out
+            specs = [spec for spec in created.envs if self._own_files or not is_file(spec.name)]
+            self._envs = load_run_envs(specs, self._own_files)
+            self._renderer = Renderer.from_directory(self._folder.policy, created.sampling.stops)
+            self._created, self._seq = created, seq  # last: a run that is starting has no policy yet
+        accepted = self._read_on()
+        if accepted is None or self._renderer is None:
+            return None
+        group = group_of(self._folder, accepted)
+        sampling = self._created.sampling
+        if not group.rollouts:  # a validator that lies may have accepted anything
+            return None
+        if group.env not in self._envs:
+            turns = conversation(sampling, group.rollouts[0], self._renderer)
+            title = f"one rollout of version {accepted.version} · {group.env} · task {group.task} · {UNDECODED}"
+            return sample_of(title, turns) if turns else None
+        env = self._envs[group.env]
+        talk = retell(env, self._renderer, task_of(env, group.task), group.rollouts[0], sampling)
+        if talk is None:
+            return None
+        ending = f"reward {talk.reward:.2f} · ended by {talk.ending}"
+        title = f"one rollout of version {accepted.version} · {group.env} · task {group.task} · {ending}"
+        return sample_of(title, talk.texts)
+
+    def _first_event(self) -> RunCreated:
+        for body in self._bodies(-1, 1):
+            if isinstance(body, RunCreated):
+                return body
+        raise StateError(f"the log {self._folder.log} is empty")
+
+    def _near_the_end(self) -> int:
+        """An event at most `LOOKED_BACK` before the newest one: a long log is not read from its beginning."""
+        low, high = 0, 1
+        while self._has(high):
+            low, high = high, 2 * high
+        while high - low > LOOKED_BACK:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._has(middle) else (low, middle)
+        return max(-1, low - LOOKED_BACK)
+
+    def _has(self, seq: int) -> bool:
+        return any(True for _ in self._bodies(seq - 1, 1))
+
+    def _read_on(self) -> GroupAccepted | None:
+        newest: GroupAccepted | None = None
+        for body in self._bodies(self._seq, None):
+            self._seq += 1
+            newest = body if isinstance(body, GroupAccepted) else newest
+        return newest
+
+    def _bodies(self, after: int, limit: int | None) -> Iterator[object]:
+        store = Store(sqlite_url(self._folder.log), read_only=True)
+        try:
+            for data, _ in store.read(after, limit):
+                yield read_entry(data)[0].body
+        except WireError as error:
+            raise StateError(f"the log {self._folder.log} is damaged: {error}") from None
+        finally:
+            store.close()
+
+
+def sample_of(title: str, texts: Iterable[tuple[str, str]]) -> SampleConversation:
+    """A conversation, cut to what may be shown of it."""
+    return SampleConversation(title, tuple((SPEAKERS.get(who, who), text[:MOST_CHARS]) for who, text in texts))
+
+
+def group_of(folder: RunFolder, accepted: GroupAccepted) -> t.Group:
+    """The bytes that were accepted, as the coordinator keeps them."""
+    name = accepted.submission
+    try:
+        body = from_msgpack(path_of(folder.blobs, name).read_bytes(), t.Submission)
+        data = body.groups[accepted.index]
+        if digest(data) != accepted.digest:
+            raise StateError(f"submission {name[:12]} is damaged on disk")
+        return from_msgpack(data, t.Group)
+    except OSError:
+        raise StateError(f"submission {name[:12]} is not kept any more") from None
+    except (WireError, IndexError) as error:
+        raise ShoalError(f"submission {name[:12]} cannot be read: {error}") from None

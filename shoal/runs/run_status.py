@@ -1,0 +1,319 @@
+"""Whether the reward rises: a sentence that answers it in the terminal and on the page alike. Pure."""
+
+import contextlib
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+
+from shoal.alarms import Alarm
+from shoal.errors import StateError
+from shoal.evaluation_files import Heldout
+from shoal.ledger.hints import IS_STOPPED
+from shoal.metrics import pace_of, read_metrics
+from shoal.net.key_files import load_key
+from shoal.net.server_process import local_url, reader_url, told_address
+from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
+from shoal.protocol.encoding import WireError, from_json
+from shoal.protocol.messages import NodeState, Status
+from shoal.run_folder import RunFolder
+from shoal.terminal import brief
+
+TREND_STEPS = 20
+"""The newest of so many steps are compared with those before."""
+
+LEAST_STEPS = 4
+
+
+def trend_of(rewards: Sequence[float]) -> str:
+    """How the reward has changed; empty if there are too few steps to say. It is level within two standard errors.
+
+    A stranger's host may report any number: if the means or their noise are not finite, the sentence is empty, too.
+    """
+    if len(rewards) < LEAST_STEPS:
+        return ""
+    size = min(TREND_STEPS, len(rewards) // 2)
+    (before, spread), (newest, newest_spread) = _moments(rewards[-2 * size : -size]), _moments(rewards[-size:])
+    places = ".3f" if max(abs(before), abs(newest)) < 1e6 else ".6g"
+    told = format(before, places), format(newest, places)
+    change = float(told[1]) - float(told[0])  # as they are shown
+    noise = math.sqrt((spread + newest_spread) / size)  # the standard error of the difference
+    if not math.isfinite(change + noise):
+        return ""
+    word = "level" if abs(change) <= 2 * noise else "up" if change > 0 else "down"
+    return f"reward {word} in the last {2 * size} steps: {told[0]} to {told[1]}, means of {size} each"
+
+
+def _moments(rewards: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample variance of two rewards or more. They overflow to inf or nan, where `statistics` would raise."""
+    mean = sum(rewards) / len(rewards)
+    return mean, sum((reward - mean) * (reward - mean) for reward in rewards) / (len(rewards) - 1)
+
+
+# --- What is known of a running run at one moment, as a value ---
+
+
+T = TypeVar("T")
+
+ANSWER_TIMEOUT_S = 2.0
+PAGING_SHARE = 0.1
+"""Largest fraction of time spent on asking for nodes, if a run has more than fit into one answer."""
+
+
+MOST_SHOWN = 4096
+"""More characters than a name has, also once those that do not print are escaped."""
+
+STARTING = "starting"
+"""The phase of a run whose coordinator has not answered yet."""
+
+NO_STATUS = Status("", STARTING, -1, 0, 0, {}, 0, 0, "", 0.0)
+"""Before the coordinator has answered."""
+
+
+@dataclass(frozen=True)
+class SampleConversation:
+    """A conversation of the policy, to look at."""
+
+    title: str
+    """Which rollout it is, and its reward."""
+    turns: tuple[tuple[str, str], ...]
+    """Who said what."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """All that the view shows."""
+
+    name: str
+    out: str
+    steps: int
+    """Training steps of the whole run."""
+    status: Status = NO_STATUS
+    url: str = ""
+    elapsed_s: float = 0.0
+    times_steps: bool = False
+    """Whether `elapsed_s` is only what the steps so far took: who sees a run from outside does not know when it began."""
+    metrics: tuple[dict[str, Any], ...] = ()
+    """One table for each training step so far."""
+    nodes: tuple[NodeState, ...] = ()
+    cheaters: frozenset[str] = frozenset()
+    """Keys of the workers that were started to cheat."""
+    heldout: tuple[tuple[str, Heldout], ...] = ()
+    """Evaluations so far, oldest first, each with its policy version."""
+    restarts: dict[str, int] = field(default_factory=dict)
+    """By role; roles that were never restarted are left out."""
+    notice: str = ""
+    """What the launcher itself is doing, if it does more than watch."""
+    evaluation_s: float = 0.0
+    """What the evaluation after the last step takes; 0 if there is none or nobody knows."""
+    sample: SampleConversation | None = None
+    """A conversation of late."""
+    hint: str = ""
+    """The line below the picture; empty: how the run's host stops it."""
+    alarms: Sequence[Alarm] = ()
+    """Those that stand."""
+    has_counts: bool = True
+    """Whether it is known what was accepted, and who joined; not before a log is read, nor if it cannot be."""
+
+    @property
+    def step(self) -> int:
+        """Training steps done: the metrics hold a step once it is done, and count from 0."""
+        return int(self.metrics[-1]["step"]) + 1 if self.metrics else max(0, self.status.version)
+
+    def latest(self, name: str) -> float | None:
+        """A metric's value in the newest step; None if that step lacks it."""
+        value = self.metrics[-1].get(name) if self.metrics else None
+        return float(value) if isinstance(value, int | float) else None
+
+    def series(self, name: str) -> list[float]:
+        """All values of a metric, oldest first; steps without it are left out."""
+        return [float(line[name]) for line in self.metrics if isinstance(line.get(name), int | float)]
+
+    def by_env(self, name: str) -> dict[str, float]:
+        """The newest value of a metric for each environment, by label: a batch may have none of one. Empty where a run
+        has one environment, or the newest step lacks the metric."""
+        start = f"{name}/"
+        if not self.metrics or not any(key.startswith(start) for key in self.metrics[-1]):
+            return {}
+        keys = dict.fromkeys(key for line in self.metrics for key in line if key.startswith(start))
+        return {key.removeprefix(start): values[-1] for key in keys if (values := self.series(key))}
+
+    def tokens_per_s(self) -> float | None:
+        """Policy tokens that were learned from, per second of the newest steps' wall time."""
+        return pace_of(self.metrics, 0).tokens_per_s
+
+
+def own_keys(folder: RunFolder, names: Iterable[str]) -> dict[str, str]:
+    """Public keys of those of the host's nodes that have one, by the names under which the host starts them. What a node
+    calls itself could be a stranger's."""
+    found = dict[str, str]()
+    for name in names:
+        for path in (folder.nodes / name / "node.key", folder.keys / f"{name}.key"):
+            with contextlib.suppress(StateError):
+                found[name] = load_key(path).public
+    return found
+
+
+def names_apart(nodes: Iterable[NodeState], most: int = 0) -> dict[str, str]:
+    """What each of these nodes is called, by key: its name, with the start of its key if another one could be meant. No two
+    look the same. `most`: characters that there is room for; 0: the whole name."""
+    most = most or MOST_SHOWN
+
+    def ways(node: NodeState) -> tuple[str, str, str]:
+        short, long = (brief(node.name, room) for room in (max(4, most - 15), most))
+        return long, f"{short} ({node.key[:12]})", node.key
+
+    named = {node.key: ways(node) for node in nodes}
+    times = Counter(name for names in named.values() for name in {*names})
+    # guard: name-means-one-node
+    return {key: next((name for name in names if times[name] == 1), key) for key, names in named.items()}
+
+
+class MetricsWatch:
+    """Follows metrics.jsonl: it is read again when it has grown."""
+
+    def __init__(self, path: Path, read: Callable[[Path], Iterable[dict[str, Any]]] = read_metrics) -> None:
+        self._path, self._read = path, read
+        self._size_bytes = -1
+        self._lines: tuple[dict[str, Any], ...] = ()
+
+    def read(self) -> tuple[dict[str, Any], ...]:
+        """One table for each training step so far, oldest first."""
+        size_bytes = self._path.stat().st_size if self._path.exists() else 0
+        if size_bytes != self._size_bytes:
+            self._size_bytes, self._lines = size_bytes, tuple(self._read(self._path))
+        return self._lines
+
+
+class CoordinatorWatch:
+    """Asks the local coordinator for status and nodes, and keeps the last answers while it restarts."""
+
+    def __init__(self, address_file: Path, bind: str, is_reader: bool = False) -> None:
+        """`is_reader`: whether the folder may be a stranger's, which then leads to no other machine."""
+        self._file, self._bind, self._url_of = address_file, bind, reader_url if is_reader else local_url
+        self._status = NO_STATUS
+        self._nodes: tuple[NodeState, ...] = ()
+        self._nodes_again_at = 0.0
+        self.answers = False
+        """Whether it answered when it was last asked for its status."""
+
+    def url(self) -> str:
+        """Its URL for roles on this machine, or "" if it has not written its address yet."""
+        return self._url_of(self._file, self._bind)
+
+    def public_url(self) -> str:
+        """What others type."""
+        address = self._address()
+        return str(address["url"]) if address else ""
+
+    def healthy(self, pid: int) -> bool:
+        """Whether this process answers: the address file may still be that of the previous one."""
+        address = self._address()
+        return address is not None and address.get("pid") == pid and _get(f"{self.url()}/healthz") is not None
+
+    def _address(self) -> dict[str, Any] | None:
+        found = told_address(self._file)
+        return found if {"url", "port"} <= found.keys() else None
+
+    def status(self) -> Status:
+        """The newest status; the last one if it does not answer now."""
+        found = self._ask("/v1/status", Status)
+        self.answers = found is not None
+        self._status = found or self._status
+        return self._status
+
+    def nodes(self) -> tuple[NodeState, ...]:
+        """The newest list of nodes. If the list takes several answers, it may be a little older."""
+        began = time.monotonic()
+        if began >= self._nodes_again_at:
+            self._nodes = self._all_nodes() or self._nodes
+            if len(self._nodes) >= MAX_NODES:
+                self._nodes_again_at = began + (time.monotonic() - began) / PAGING_SHARE
+        return self._nodes
+
+    def _all_nodes(self) -> tuple[NodeState, ...] | None:
+        """All nodes, page by page, or None if a page does not come."""
+        nodes: tuple[NodeState, ...] = ()
+        while True:
+            page = self._ask(f"/v1/nodes?after={nodes[-1].key}" if nodes else "/v1/nodes", tuple[NodeState, ...])
+            if page is None:
+                return None
+            nodes += page
+            if len(page) < MAX_NODES:
+                return nodes
+
+    def _ask(self, path: str, kind: type[T]) -> T | None:
+        url = self.url()
+        body = _get(url + path) if url else None
+        if body is None:
+            return None
+        try:
+            return from_json(body, kind)
+        except WireError:
+            return None
+
+
+def _get(url: str) -> bytes | None:
+    """Body of a 200, or None for anything else. The coordinator is on this machine: no proxy."""
+    try:
+        with httpx.stream("GET", url, timeout=ANSWER_TIMEOUT_S, trust_env=False, verify=False) as answer:
+            body = b""
+            for part in answer.iter_bytes():
+                body += part
+                if len(body) > MAX_JSON_BYTES:
+                    return None
+            return body if answer.status_code == 200 else None
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return None
+
+
+# --- How long a run still takes, by the wall time of its newest steps ---
+#
+# The pace is that of `shoal/metrics.py`, as on the page.
+
+
+STILL_S, STILL_STEPS = 10.0, 2.0
+"""Nobody can say how long a run takes that has waited for one thing for longer than this, and than so many steps take."""
+
+
+def seconds_left(snapshot: RunStatus) -> float | None:
+    """Seconds until the last step, and the evaluation after it where that is known; None if nobody can say."""
+    steps = snapshot.steps - snapshot.step
+    if steps <= 0 or len(snapshot.series("step_s")) < 2 or snapshot.status.phase != "running":
+        return None
+    pace = pace_of(snapshot.metrics, steps)
+    if snapshot.status.waiting_s > max(STILL_S, STILL_STEPS * (pace.step_s or 0.0)) or pace.left_s is None:
+        return None
+    return pace.left_s + snapshot.evaluation_s
+
+
+def left_label(snapshot: RunStatus) -> str:
+    """Name of the time left in a line: whether it is that of the steps alone."""
+    return "left" if snapshot.evaluation_s else "left_for_steps"
+
+
+USAGE = "usage.json"
+"""The file in the run's folder."""
+
+
+def wall_s_before(path: Path) -> float:
+    """Seconds that a run was live, as its launcher last wrote them; 0 if it did not."""
+    try:
+        return float(json.loads(path.read_bytes())["wall_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def suspended_process(pid: int | None) -> str:
+    """That a process was stopped by a signal, and how it goes on; empty if it was not."""
+    with contextlib.suppress(psutil.Error):
+        if pid and psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return f"its process {pid} {IS_STOPPED}: `kill -CONT {pid}`"
+    return ""

@@ -1,0 +1,221 @@
+"""One rollout in a notebook: its turns and tokens, shown as such; and what the weights say of each token.
+
+What is shown is strangers' text, and is escaped. `scored` computes, `judged` runs the checks.
+
+Axes: P tokens that the policy wrote, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from shoal.protocol.messages import Rollout as ClaimedRollout
+from shoal.roles.auditor.rescore import Scores, TokenTolerances, score
+from shoal.runs.event_rows import Row
+from shoal.runs.replay import GroupRef, RunReader
+from shoal.runs.rollouts import ReadGroup, ReadRollout, ReadTurn
+from shoal.runs.tables import Column
+from shoal.terminal import printable
+from shoal.views.notebook.check_results import CHECK_COLUMNS, claim_of, judge
+from shoal.views.notebook.data_frame import Frame, escaped
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+TOKEN_COLUMNS = {
+    "position": Column("tokens", "Index in the rollout."),
+    "turn": Column("turns", "Which stretch of one author."),
+    "author": Column("", "environment or policy."),
+    "token_id": Column("", "Id in the vocabulary."),
+    "text": Column("", "The token's text."),
+    "logprob": Column("nats", "Log-prob under the policy that sampled it, as the worker claims."),
+    "advantage": Column("reward", "By the algorithm; empty where nothing is learned."),
+}
+SCORE_COLUMNS = {
+    "recomputed": Column("nats", "Log-prob as it was computed here from the weights."),
+    "difference": Column("nats", "Claimed minus recomputed."),
+    "gap": Column(
+        "nats",
+        "Largest logit / temperature + noise, minus that of the token: 0 for an honest one."
+        " In proportion less where logits are larger than the run's bounds are for.",
+    ),
+    "largest": Column("nats", "Largest |logit / temperature|, to which rounding errors are in proportion."),
+}
+
+
+class Checkpoint(Protocol):
+    """As `shoal.policy` gives it."""
+
+    @property
+    def path(self) -> Path: ...
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The policy's tokens of a rollout, computed again."""
+
+    tokens: Frame
+    """A row for each token of the policy: what was claimed, and what was found."""
+    largest_gap: float
+    """Nats."""
+    largest_difference: float
+    """Of log-probs, nats."""
+    limits: "TokenTolerances | None"
+    """What honest arithmetic may differ by in this run; None if the run has no such limits for this machine's engine."""
+    logits_PV: "NDArray[np.float32] | None" = field(repr=False, default=None)
+    """Logits at each of these tokens, before the temperature; if they were asked for."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether gaps and differences of single tokens are within the limits, or there are none to compare with. The
+        validators' checks look at more: `shoal.audit` runs them all."""
+        found = self.limits
+        return found is None or (self.largest_gap <= found.gap and self.largest_difference <= found.logprob)
+
+    def __str__(self) -> str:
+        known = self.limits
+        gap = f", limit {known.gap:.2g}" if known else ""
+        off = f", limit {known.logprob:.2g}" if known else ""
+        return (
+            f"{len(self.tokens)} tokens computed again: largest gap {self.largest_gap:.2g} nats{gap}; "
+            f"largest difference of log-probs {self.largest_difference:.2g} nats{off}"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escaped(str(self))}</p>{self.tokens._repr_html_()}"
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One attempt at a task. A notebook shows it with each token coloured by its advantage."""
+
+    reading: RunReader = field(repr=False)
+    place: GroupRef = field(repr=False)
+    group: ReadGroup = field(repr=False)
+    """The group that it belongs to, with what the log says of it."""
+    index: int
+
+    @property
+    def name(self) -> str:
+        """VERSION/SLOT/INDEX, as `shoal audit --rollout` takes it."""
+        return f"{self.group.version}/{self.group.slot}/{self.index}"
+
+    @property
+    def facts(self) -> ReadRollout:
+        """Reward, advantage, ending, counts of tokens."""
+        return self.group.rollouts[self.index]
+
+    @property
+    def turns(self) -> tuple[ReadTurn, ...]:
+        return self.facts.turns
+
+    @property
+    def tokens(self) -> Frame:
+        """A row for each token."""
+        rows = [row for number, turn in enumerate(self.turns) for row in _token_rows(number, turn)]
+        return Frame("tokens", f"Tokens of rollout {self.name}.", TOKEN_COLUMNS, rows)
+
+    def replay(self, policy: "Checkpoint | str | PathLike[str] | None" = None, *, logits: bool = False) -> Replay:
+        """Compute the policy's log-probs and replay gaps again, with the auditor's code.
+
+        `policy` is a checkpoint; without it, the weights that the rollout was sampled with are taken from the run and
+        verified. `logits` also keeps the logits. Raises `NothingYet` while the version's seeds are secret or if its weights
+        are not kept any more, else `ShoalError`.
+        """
+        path = None if policy is None else Path(fspath(policy) if isinstance(policy, str | PathLike) else policy.path)
+        found = score(self.reading, self.place, self.index, path, logits)
+        own = [row for row in self.tokens if row["author"] == "policy"]
+        rows = [row | figures for row, figures in zip(own, _figures(own, found), strict=True)]
+        columns = TOKEN_COLUMNS | SCORE_COLUMNS
+        sentence = f"Tokens of the policy in rollout {self.name}, computed again."
+        return Replay(
+            Frame("replay", sentence, columns, rows),
+            max((row["gap"] for row in rows), default=0.0),
+            max((abs(row["difference"]) for row in rows), default=0.0),
+            found.limits,
+            found.logits_PV,
+        )
+
+    @property
+    def claim(self) -> ClaimedRollout:
+        """The rollout as its worker sent it: tokens, authors and log-probs as bytes."""
+        return claim_of(self.reading, self.place, self.index)
+
+    def checks(self, claim: ClaimedRollout | None = None, *, own_files: bool = False) -> Frame:
+        """What each check of the validators says about the group, if `claim` had been sent for this rollout; without it,
+        about what was sent.
+
+        `own_files` runs environment files of the run, its host's code, as `shoal.open(..., own_files=True)` does. Raises as
+        `replay`.
+        """
+        rows = judge(self.reading, self.place, self.index, claim, own_files or self.reading.runs_files)
+        what = "as it was sent" if claim is None else f"with another claim for rollout {self.name}"
+        return Frame("checks", f"What the checks say about the group, {what}.", CHECK_COLUMNS, rows)
+
+    def __str__(self) -> str:
+        """Its facts, and what was said."""
+        return printable(f"{self._headline()}\n\n{self.facts.text()}", keep="\n")
+
+    def __repr__(self) -> str:
+        return f"<{printable(self._headline())}>"
+
+    def _repr_html_(self) -> str:
+        largest = max((abs(worth) for turn in self.turns for worth in turn.advantages), default=0.0)
+        parts = [f"<p><b>{escaped(self._headline())}</b></p>"]
+        parts += [f"<p>cannot be read: {escaped(self.facts.flaw)}</p>"] if self.facts.flaw else []
+        for turn in self.turns:
+            body = "".join(_token_html(turn, i, largest) for i in range(len(turn.token_ids)))
+            parts.append(
+                f'<div style="margin:0.3em 0"><small>{turn.author}, {len(turn.token_ids)} tokens</small>'
+                f'<pre style="margin:0;white-space:pre-wrap">{body}</pre></div>'
+            )
+        return "".join(parts)
+
+    def _headline(self) -> str:
+        facts, group = self.facts, self.group
+        worth = "" if facts.advantage is None else f", advantage {facts.advantage:+.3g}"
+        reward = "not known" if facts.reward is None else f"{facts.reward:.3g}"
+        return (
+            f"rollout {self.name}: {group.env}, task {group.task}; {group.status}, reward {reward}{worth}; "
+            f"ended by {facts.ending}, {facts.policy_tokens} policy tokens"
+        )
+
+
+def _token_rows(number: int, turn: ReadTurn) -> list[Row]:
+    return [
+        {
+            "position": turn.start + i,
+            "turn": number,
+            "author": turn.author,
+            "token_id": token_id,
+            "text": turn.pieces[i] if turn.pieces else None,
+            "logprob": turn.logprobs[i] if turn.logprobs else None,
+            "advantage": turn.advantages[i] if turn.advantages else None,
+        }
+        for i, token_id in enumerate(turn.token_ids)
+    ]
+
+
+def _figures(own: list[Row], found: Scores) -> list[Row]:
+    return [
+        {
+            "recomputed": float(found.logprobs_P[i]),
+            "difference": row["logprob"] - float(found.logprobs_P[i]),
+            "gap": float(found.gaps_P[i]),
+            "largest": None if found.largest_P is None else float(found.largest_P[i]),
+        }
+        for i, row in enumerate(own)
+    ]
+
+
+def _token_html(turn: ReadTurn, i: int, largest: float) -> str:
+    text = escaped(turn.pieces[i]) if turn.pieces else ""
+    if not turn.logprobs:
+        return text
+    worth = turn.advantages[i] if turn.advantages else 0.0
+    share = abs(worth) / largest if largest else 0.0
+    colour = f"rgba({'46,139,87' if worth > 0 else '205,92,92'},{0.5 * share:.2f})"
+    title = f"log-prob {turn.logprobs[i]:.4g} nats" + (f", advantage {worth:+.3g}" if turn.advantages else "")
+    return f'<span title="{title}" style="background:{colour};color:inherit">{text}</span>'

@@ -1,0 +1,286 @@
+"""What a report says about a run, as plain values for its template.
+
+It reads a run that was replayed to its end (`Reading.catch_up`), and from a folder also what lies beside the log: alarms,
+time and use of the machine. Texts are strangers' as they are: `page` makes them safe to show.
+"""
+
+import contextlib
+import json
+import shlex
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from msgspec import structs
+
+from shoal.alarms import AlarmLine, read_alarms, standing
+from shoal.config.alarm_limits import said_of
+from shoal.envs.load import files_needed
+from shoal.errors import ShoalError, StateError
+from shoal.evaluation_files import Judged, interval_of, why_not_comparable
+from shoal.ledger.run import RulesChanged, RunCreated
+from shoal.models.config import ModelConfig
+from shoal.models.hf_config import HFConfig
+from shoal.models.open_model import spec_of
+from shoal.models.parameter_counts import parameters_of
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import digest
+from shoal.runs.evaluations import HeldOut
+from shoal.runs.event_rows import node_note
+from shoal.runs.replay import RunReader, Version
+from shoal.runs.source import FolderSource
+from shoal.views.report.samples import ReportSample, samples_of
+from shoal.weights.manifest import open_manifest
+
+MOST_ROWS = 100
+"""Of a table of nodes, versions or alarms: the rest is counted in a line below it."""
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Of a policy's config.json, which may be a stranger's."""
+
+MOST_CONFIG_CHARS, MOST_LINE_CHARS, MOST_DEPTH = 40_000, 500, 20
+
+
+@dataclass(frozen=True)
+class ReportContent:
+    run: str
+    name: str
+    command: str
+    """How the run is named on a command line: its URL, or the place where a reader has its folder."""
+    is_url: bool
+    needs_files: bool
+    """Whether an audit executes files of the host, so that it needs `--own-files`."""
+    status: t.Status
+    is_live: bool
+    is_stopped: bool
+    """As `Condition` has them."""
+    began: float
+    ended: float
+    """Of the first and the newest event, seconds since the epoch."""
+    config: str
+    """The resolved run file as JSON, as the log's first event has it."""
+    config_changes: list[str]
+    """What the host changed in it later: key, old value, new value."""
+    policy: str
+    algorithm: str
+    law: int
+    envs: list[tuple[str, str]]
+    """Label and name."""
+    heldout: list[HeldOut]
+    gain: str
+    """What training changed on held-out tasks, in a sentence; empty if there are not two evaluations."""
+    nodes: list[t.NodeState]
+    notes: dict[str, str]
+    """Of a node by key, what its standing does not say."""
+    more_nodes: int
+    refused: list[tuple[str, int]]
+    """Groups by check, most first."""
+    failed: int
+    """Rollouts on which an environment failed, so that they count in nothing."""
+    influence: dict[str, float]
+    """Share of each node by key."""
+    versions: list[Version]
+    more_versions: int
+    alarms: list[AlarmLine]
+    standing: int
+    wall_s: float
+    use: list[tuple[str, float, float | None]]
+    """Role, CPU seconds, and the largest process in MB."""
+    samples: list[ReportSample]
+    why_no_samples: str
+    seq: int
+    head: str
+    run_key: str
+
+
+def facts_of(run: RunReader) -> ReportContent:
+    """Everything that the report says. Raises `StateError` if the log has not begun, `ShoalError` as `Reading` does."""
+    first = next(run.events(), None)
+    if first is None:
+        raise StateError(f"{run.name} has no log yet: ask for a report when its coordinator has started")
+    begun = first.body
+    assert isinstance(begun, RunCreated), "a log that was replayed begins so"
+    condition, state = run.condition(), run.state
+    nodes = sorted(run.nodes(), key=lambda node: (-node.credits, -node.refused, node.name))
+    shown = nodes[:MOST_ROWS]
+    shown += [node for node in nodes[MOST_ROWS:] if node.refused][: MOST_ROWS // 2]
+    total = sum(node.influence for node in nodes)
+    versions, heldout = run.versions(), run.evaluations()
+    kept = versions if len(versions) <= 20 else [*versions[:10], *versions[-10:]]
+    raised = read_alarms(run.source.folder.alarms) if isinstance(run.source, FolderSource) else []
+    private, uncleared = run.shows_private(), standing(raised)
+    alarms = raised if private else _as_told(raised)  # guard: report-accuses-nobody
+    wall_s, use = _use(run)
+    config = dict(without_folders(begun.config))
+    train = config.get("train")
+    samples, why = samples_of(run)
+    later = [entry.body.config for entry in run.events() if isinstance(entry.body, RulesChanged) and entry.body.config]
+    return ReportContent(
+        run=run.run, name=begun.name, command=shlex.quote(run.name) if not run.source.is_own else "RUN_FOLDER",
+        needs_files=bool(files_needed(state.envs)),
+        is_url=not run.source.is_own, status=condition.status, is_live=condition.is_live,
+        is_stopped=condition.is_stopped, began=first.time, ended=state.time, config=_config(config),
+        config_changes=_changes([config, *map(without_folders, later)]),
+        policy=policy_of(run, config.get("policy")),
+        algorithm=_said(train.get("algorithm") if isinstance(train, dict) else None), law=state.law.version,
+        envs=[(env.label, without_folders(env.name)) for env in begun.envs],
+        heldout=heldout, gain=gain_of(heldout), nodes=shown,
+        notes={node.key: node_note(state.members[node.key], state) for node in shown},
+        more_nodes=len(nodes) - len(shown), refused=Counter(condition.status.refused).most_common(),
+        failed=sum(len(faults.rollouts) for faults in run.marks.faults.values()),
+        influence={node.key: node.influence / total if total else 0.0 for node in nodes}, versions=kept,
+        more_versions=len(versions) - len(kept), alarms=alarms[-MOST_ROWS:],
+        standing=len(uncleared if private else {(one.cause, one.since) for one in uncleared}),
+        wall_s=wall_s, use=use, samples=samples, why_no_samples=why, seq=state.seq, head=state.head, run_key=state.run_key,
+    )  # fmt: skip
+
+
+def gain_of(heldout: Sequence[HeldOut]) -> str:
+    """From the first evaluation to the last, and whether their intervals overlap; the same of a held-out judge. Or why they
+    are not compared."""
+    if len(heldout) < 2:
+        return ""
+    first, last = heldout[0], heldout[-1]
+    said = [
+        _change((last.measure or "The mean").capitalize(), first, last, f" in version {first.version}", last.version)
+    ]
+    if first.judge is not None and last.judge is not None:
+        said.append(_change("The judge's mean", first.judge, last.judge, "", last.version))
+    return " ".join(filter(None, said))
+
+
+def _change(what: str, first: HeldOut | Judged, last: HeldOut | Judged, since: str, version: int) -> str:
+    if why := why_not_comparable(first, last):
+        return f"{what}: {why}."
+    before, after = interval_of(first), interval_of(last)
+    if before is None or after is None:
+        return ""
+    (was, was_low, was_high), (now, now_low, now_high) = before, after
+    apart = now_low > was_high or now_high < was_low
+    change = "rose" if now > was else "fell" if now < was else "stayed"
+    surely = "the 95 % intervals do not touch" if apart else "the 95 % intervals overlap, so this may be chance"
+    return f"{what} {change} from {was:.3g}{since} to {now:.3g} in version {version}: {surely}."
+
+
+def without_folders(tree: Any, depth: int = 0) -> Any:
+    """A run file whose absolute paths have their last part only: the others tell about the host's machine."""
+    if depth > MOST_DEPTH:
+        return "…"
+    if isinstance(tree, dict):
+        return {key: without_folders(value, depth + 1) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [without_folders(value, depth + 1) for value in tree]
+    return f"…/{PurePath(tree).name}" if isinstance(tree, str) and tree.startswith("/") else tree  # guard: report-paths
+
+
+def _config(tree: Mapping[str, Any]) -> str:
+    """A run file as JSON, without the shape of a policy from scratch if it starts from another one."""
+    policy = tree.get("policy")
+    if isinstance(policy, dict) and policy.get("path"):
+        tree = {**tree, "policy": {key: value for key, value in policy.items() if key != "tiny"}}
+    whole = json.dumps(tree, indent=1, ensure_ascii=False)
+    return whole if len(whole) <= MOST_CONFIG_CHARS else whole[:MOST_CONFIG_CHARS] + "\n… (the log has all of it)"
+
+
+def _changes(trees: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each value by which a run file differs from the one before."""
+    found = list[str]()
+    before = _values(trees[0])
+    for tree in trees[1:]:
+        now = _values(tree)
+        for key in [key for key in now if now[key] != before.get(key)]:
+            found.append(f"{key}: {before.get(key, 'none')} → {now[key]}"[:MOST_LINE_CHARS])
+        before |= now
+    return found
+
+
+def _values(tree: Any, key: str = "") -> dict[str, str]:
+    """The values of a run file by their dotted names."""
+    if not isinstance(tree, Mapping):
+        return {key: json.dumps(tree, ensure_ascii=False)}
+    return {
+        name: value
+        for part, below in tree.items()
+        for name, value in _values(below, f"{key}.{part}" if key else str(part)).items()
+    }
+
+
+def _said(section: object) -> str:
+    """A section of the run file in a line, its name first: what is neither 0 nor empty."""
+    if not isinstance(section, dict):
+        return ""
+    said = [str(section["name"])] if isinstance(section.get("name"), str) else []
+    for key, value in section.items():
+        if isinstance(value, dict):
+            said += [f"{key} ({_said(value)})"] if value else []
+        elif isinstance(value, str | int | float) and value and key != "name":
+            said.append(f"{key} {value}")
+    return ", ".join(said)[:MOST_LINE_CHARS]
+
+
+def policy_of(run: RunReader, section: object) -> str:
+    """The policy that was used: its architecture and size as its published files say, then where it began."""
+    settings = section if isinstance(section, dict) else {}
+    used = [key for key in ("dtype", "path", "implementation") if settings.get(key)]
+    adapter = settings.get("adapter")
+    if isinstance(adapter, dict) and adapter.get("rank"):
+        used.append("adapter")
+    spec = _spec(run)
+    if spec is None and not settings.get("path"):
+        used.append("tiny")
+    said = [_said({key: settings[key] for key in used})]
+    if isinstance(spec, ModelConfig):
+        said.insert(0, f"{spec.family}, {parameters_of(spec):,} parameters, {_shape(spec)}, MLP {spec.mlp_width}")
+    elif spec is not None:
+        said.insert(0, f"{spec.architecture}, about {parameters_of(spec):,} parameters, {_shape(spec)}")
+    return "; ".join(filter(None, said))[:MOST_LINE_CHARS]
+
+
+def _shape(spec: ModelConfig | HFConfig) -> str:
+    heads = f"{spec.heads} heads ({spec.kv_heads} for keys and values)"
+    return f"{spec.layers} layers of width {spec.width}, {heads}, vocabulary {spec.vocab_size:,}"
+
+
+def _spec(run: RunReader) -> ModelConfig | HFConfig | None:
+    """The shape of the newest version, from the files that its manifest names; None if they cannot be had."""
+    state, version = run.state, run.state.main.version
+    with contextlib.suppress(ShoalError, OSError), tempfile.TemporaryDirectory(prefix="shoal-report-") as home:
+        if version < 0:
+            return None
+        record = state.main.versions[version]
+        data = run.source.manifest(version, record.manifest)
+        manifest = open_manifest(
+            data, run=state.run, keys=state.publishers, now=None, version=version, root=record.root
+        )
+        for entry in manifest.files:
+            if entry.path in ("config.json", "generation_config.json") and entry.size <= MAX_CONFIG_BYTES:
+                chunks = entry.chunks[: 1 + MAX_CONFIG_BYTES // manifest.chunk_bytes]
+                file = b"".join(run.source.blob(chunk) for chunk in chunks)
+                if digest(file) == entry.digest:  # as its publisher signed it
+                    (Path(home) / entry.path).write_bytes(file)
+        return spec_of(Path(home))
+    return None
+
+
+def _as_told(lines: Sequence[AlarmLine]) -> list[AlarmLine]:
+    """What anyone may know of alarms, as the page tells it: one line for each cause and step, with the general sentence of
+    the cause."""
+    told = dict[tuple[str, str, int], AlarmLine]()
+    for line in lines:
+        alarm = structs.replace(line.alarm, node="", summary=said_of(line.alarm.cause), remedy="", measured=())
+        told.setdefault((line.change, alarm.cause, alarm.since), structs.replace(line, alarm=alarm))
+    return list(told.values())
+
+
+def _use(run: RunReader) -> tuple[float, list[tuple[str, float, float | None]]]:
+    """Time and CPU by role, as the launcher wrote them; nothing if it did not, or of a URL."""
+    if isinstance(run.source, FolderSource):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            found = json.loads((run.source.folder.root / "usage.json").read_bytes())
+            peaks = found.get("peak_rss_mb", {})
+            use = [(str(role), float(cpu_s), peaks.get(role)) for role, cpu_s in found["cpu_s"].items()]
+            return float(found["wall_s"]), sorted(use, key=lambda one: -one[1])
+    return 0.0, []

@@ -1,0 +1,88 @@
+"""Writes a report: facts and curves into one HTML file without scripts, which loads nothing.
+
+Every text goes through `printable` and Jinja2's escaping; only the pictures, which are paths by matplotlib, are markup. The
+policy in the file's head forbids scripts, requests and forms, in case anything was missed.
+"""
+
+import contextlib
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from shoal import __version__
+from shoal.errors import NothingYet
+from shoal.runs.replay import RunReader
+from shoal.terminal import printable
+from shoal.views.plots.render import draw_inline
+from shoal.views.plots.series import picture_of, read_run, sentence_of
+from shoal.views.report.content import facts_of
+
+CSP = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; base-uri 'none'"
+
+
+def report_of(run: RunReader, now: float) -> str:
+    """The report on a run that was replayed to its end. `now`, seconds since the epoch, is printed in it.
+
+    What is private is in it only if the reading was opened so.
+    """
+    facts = facts_of(run)
+    curves: list[tuple[str, str, Markup]] = []
+    with contextlib.suppress(NothingYet):
+        picture = picture_of([read_run(run)], [])
+        curves = [
+            (panel.metric, sentence_of(panel.metric), Markup(draw_inline(panel, picture))) for panel in picture.panels
+        ]
+    template = _environment().get_template("report.html")
+    return template.render(facts=facts, curves=curves, made=now, shoal=__version__, csp=CSP)
+
+
+def _environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
+        finalize=_shown, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    made.filters |= {"when": when, "duration": duration, "share": share, "figure": figure, "result": result}
+    return made
+
+
+def _shown(value: object) -> object:
+    """What an expression of the template becomes before it is escaped."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return printable(value, keep="\n\t")  # guard: report-shows-controls
+    return value
+
+
+def when(seconds: float) -> str:
+    """A time, in UTC."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, ValueError, OSError):
+        return "at an impossible time"
+
+
+def duration(seconds: float) -> str:
+    """Such as 7 s, 2 min, 1.5 h, 3.2 days."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "–"
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def share(value: float) -> str:
+    """A share in per cent."""
+    return f"{value:.1%}".replace("%", " %")  # rounded as the terminal does
+
+
+def figure(value: float | None) -> str:
+    """A number with three digits."""
+    return "–" if value is None else f"{value:.3g}"
+
+
+def result(value: float | None) -> str:
+    """The mean of an evaluation, with as many digits in each row of a table."""
+    return f"{value:.3f}" if value is not None and abs(value) < 10 else figure(value)
