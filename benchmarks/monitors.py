@@ -9,7 +9,7 @@ arithmetic, for honest ones three recipes. Their seeds were not used while limit
 Seeds 31 and 32 were reported once. The slow worker that was missed there had held up batches, so the monitor was changed
 and not the fault; those seeds are spent since then. Seeds 41 and 42 were reported before honest runs evaluated anything
 and before the launcher looked at them between steps; 51, 52, 61, 62, 71 and 72 when rows were missed that were changed
-since (`LOG.md`): rows were made to work on seeds 43, 44 and 101 to 106.
+since (docs/design/experiments.md): rows were made to work on seeds 43, 44 and 101 to 106.
 Faults that take long to cause are edited into the record of the honest run of Wordle: its metrics and evaluations
 (`monitored/changed.py`), or the clock, the quota or the free space that the launcher sees (`monitored/between.py`).
 

@@ -24,7 +24,7 @@ BUDGETS = {
     "sandbox": Room(14, 1962, 1118),
     "shoal": Room(12, 2583, 1272),
     "train": Room(32, 3986, 2066),
-    "verification": Room(18, 1488, 763),
+    "verification": Room(18, 1487, 763),
     "views": Room(43, 7704, 4450),
     "weights": Room(26, 4600, 2465),
 }

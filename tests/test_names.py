@@ -32,11 +32,15 @@ FOLDERS = ("shoal", "recipes", "environments", "benchmarks", "tests")
 CODE = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 PAGES = sorted(
     page
-    for page in [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")]
-    if page.name != "figures.md" and not page.name.startswith("coming-from-")
-)
-"""Without LOG.md, which tells history with the names of its day, the page of figures, which the records make, and pages
-with others' names, whose keys of ours `tests/test_site.py` looks up."""
+    for page in [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md",
+                 *(ROOT / "docs").rglob("*.md")]
+    if page.name not in ("experiments.md", "figures.md") and not page.name.startswith("coming-from-")
+)  # fmt: skip
+"""Without the table of experiments, whose commands have the names of their commits, the page of figures, which the records
+make, and pages with others' names, whose keys of ours `tests/test_site.py` looks up."""
+
+_EVIDENCE = re.compile(r"^## Evidence\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
+_STEP = re.compile(r"`([\w/]+\.py):(\w+)`")
 
 FOREIGN = {
     "environment.toml": "what describes a package",
@@ -84,6 +88,12 @@ class Said(NamedTuple):
 
 
 # --- what is said ---
+
+
+def text_of(file: Path) -> str:
+    """A page or a Python file; of a design decision without its evidence, which has the names of other commits."""
+    text = file.read_text()
+    return _EVIDENCE.sub(lambda part: "\n" * part[0].count("\n"), text) if file.parent.name == "decisions" else text
 
 
 def spans(file: Path, text: str) -> Iterator[Said]:
@@ -278,12 +288,20 @@ def is_word(name: str) -> bool:
 
 @pytest.mark.parametrize("file", [*PAGES, *CODE], ids=lambda file: file.relative_to(ROOT).as_posix())
 def test_every_name_in_back_ticks_is_in_the_tree(file: Path) -> None:
-    assert [str(said) for said in spans(file, file.read_text()) if unknown(said)] == []
+    assert [str(said) for said in spans(file, text_of(file)) if unknown(said)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_file_that_a_page_names_is_in_the_tree(page: Path) -> None:
-    assert [name for name in _FILE.findall(page.read_text()) if not (ROOT / name).exists()] == []
+    assert [name for name in _FILE.findall(text_of(page)) if not (ROOT / name).exists()] == []
+
+
+def test_each_step_of_the_paths_through_the_code_is_a_function_of_its_file() -> None:
+    paths = (ROOT / "docs" / "design" / "in-code.md").read_text().split("\n## ")[1:]
+    assert [len(re.findall(r"^\d+\. `", path, re.MULTILINE)) for path in paths] == [10, 10, 10, 10]
+    for file, name in _STEP.findall("".join(paths)):
+        found = ast.walk(ast.parse((ROOT / "shoal" / file).read_text()))
+        assert name in [node.name for node in found if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)], file
 
 
 @pytest.mark.parametrize("text", [

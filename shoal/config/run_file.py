@@ -1,4 +1,9 @@
-"""The run file: its sections and keys, with units, ranges and defaults."""
+"""The run file: its sections and keys, with units, ranges and defaults.
+
+A new key needs its field with a sentence here, limits in `config/validate.py`, `SAFE_TO_CHANGE` there if a resumed run may
+change it, the role that reads it, and `python -m tests.test_docs --write`. What nodes must agree on is also a field of
+`Rules` or `EnvSpec` in `protocol/messages/run.py`, filled in `roles/coordinator/main.py`.
+"""
 
 import contextlib
 import ipaddress
@@ -101,12 +106,7 @@ def is_loopback(address: str) -> bool:
     return address == "localhost"
 
 
-# --- The sections of a run file and of an SFT recipe ---
-#
-# Every knob with its default, its unit and a sentence.
-#
-# Every role reads its own; `load` makes them from a TOML file, and `check` finds values that contradict each other. They
-# are together here because the run file is one document, which the coordinator must read without importing torch.
+# --- The sections of a run file and of an SFT recipe, without torch, because the coordinator reads them ---
 
 
 Device = Literal["cpu", "cuda", "mps", "auto"]

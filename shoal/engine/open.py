@@ -1,8 +1,8 @@
-"""The only place that knows engine classes: a description of an engine becomes the engine.
+"""Opens an engine from its description, and imports torch only then.
 
-Light: torch is imported when a local engine is opened. A new kind of engine adds a case here and its name to
-`protocol/tolerances`; nothing else learns its class. A name that the command line offers is in `protocol/constants`, which
-is quick to import.
+A new kind of engine needs an `Engine` of `engine/interface` in a file of this folder, a case and its name in `KINDS` here,
+the name in `protocol/tolerances.py` (in `protocol/constants.py` if `--engine` of `cli/options.py` offers it), its memory in
+`engine/memory_estimate.py`, who takes it in `roles/node/session.py`, `engine_loader.py` and `preflight.py`, and bounds.
 """
 
 from dataclasses import dataclass

@@ -6,6 +6,9 @@ neighbouring files, because its digest covers only itself. The digest of a packa
 Where an environment plays: a built-in one in this process; a user's file in child processes of ours, so that it can harm
 no role and its steps run beside each other (`load_env` alone makes it in this process); a package like a file if this
 machine's own author's key signed it and it has no dependencies, and any other in the sandbox.
+
+A new built-in environment needs a file in `envs/builtin` that imports only `shoal.env` and `shoal.graders`, its row in
+`BUILT_IN` with all files of its digest, `env_tables` in `tests/test_docs.py`, a test in `tests/envs` and a recipe.
 """
 
 import difflib

@@ -20,9 +20,7 @@ from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import Sampling
 from shoal.protocol.reward_shaping import Shaping
 
-# --- What a run adds to an environment's rewards ---
-#
-# A length to aim at, a penalty near the limit, and one for repetition.
+# --- What a run adds to rewards: a length to aim at, a penalty near the limit, and one for repetition ---
 #
 # It sees the tokens that the policy wrote, and no text, so every replay of a rollout gives the same terms. The formulas
 # are in `algos`.
@@ -141,7 +139,6 @@ def _demands(asked: Shaping) -> list[tuple[bool, str]]:
 
 
 # --- What a run file adds to an environment ---
-#
 # A system prompt, examples, template arguments, weights, shaping, token limits.
 
 

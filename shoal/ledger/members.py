@@ -14,9 +14,7 @@ from shoal.protocol.constants import MAX_OPEN_LEASES
 from shoal.protocol.messages import Join, Message
 from shoal.protocol.pay_lines import CreditLine
 
-# --- Who takes part ---
-#
-# Nodes join, leave, are quarantined, come back; validators are found at fault.
+# --- Membership: nodes join, leave, are quarantined and come back; validators are found at fault ---
 
 
 class NodeJoined(Message, frozen=True):

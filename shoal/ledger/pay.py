@@ -12,11 +12,7 @@ from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.messages import GroupVerdict, Message
 from shoal.protocol.pay_lines import CreditLine
 
-# --- Pay in policy tokens ---
-#
-# Credits given, vested, forfeited and slashed.
-#
-# No command asks for pay; verdicts and lapses lead to it.
+# --- Pay in policy tokens: credits given, vested, forfeited and slashed, after verdicts and lapses ---
 
 
 class Credit(Message, frozen=True):

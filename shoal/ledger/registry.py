@@ -1,8 +1,14 @@
-"""The subjects of the ledger: the only file that lists them. It gives bodies their types and finds the function for each.
+"""The subjects of the ledger, the types of their events, and the function for each event and command.
 
-A subject is a file, or two where one would be long. It has up to four tables at its end: `EVENTS`, each with its type and
-how a state takes it; `COMMANDS`, each with the rule that decides it; `CAUSES`, what led to an event; `LINES`, what an event
-says about a node's pay. To add an event, write it in its subject and there; to add a subject, write its file and list it.
+A subject is a file, or two where one would be long. It has up to four tables: `EVENTS`, each with its type and how a state
+takes it; `COMMANDS`, each with the rule that decides it; `CAUSES`, what led to an event; `LINES`, what an event says about
+a node's pay. A new subject is a file that `SUBJECTS` lists. A new event needs
+
+- the subject's file: the class, `apply_x`, `EVENTS`; `CAUSES` if a request or the clock causes it, `LINES` if it is of pay;
+- `commands.py` and `COMMANDS` for a new command; its message in `protocol/messages`, and `CALLS` in
+  `roles/coordinator/calls.py`, if a node sends it;
+- its sentence in `event_text.py`, docs/reference/protocol.md, `tests/golden/test_golden.py`, and after a release
+  `RULES_VERSION`.
 """
 
 from collections.abc import Callable, Iterator

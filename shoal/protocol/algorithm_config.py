@@ -1,16 +1,16 @@
-"""Algorithms of a run file: losses, corrections, advantages and regularisers, and the named presets of them."""
+"""Algorithms of a run file: losses, corrections, advantages and regularisers, and the named presets of them.
+
+A preset is a `Composition` with other defaults: a class here, listed in `NAMED`. A new part needs its class here, limits in
+`config/validate_algorithm.py`, its formula in `algos`, and a case where it is used:
+
+- a loss or correction in `train/loss.py` and in `narrowest_bound`, an average in `algos/loss_averaging.py`;
+- advantages from rewards in `ledger/group_signal.py`, of tokens in `train/token_advantages.py`; tests in `tests/algos`.
+"""
 
 from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-
-# --- Algorithms, which are composed of a loss, advantages, an average, corrections and regularisers, and the named
-# ones ---
-#
-# They are what `[train.algorithm]` of a run file holds, and what the rules of a run name. Every named algorithm is a
-# `Composition` with other defaults, so a run file may override any part of it, and the log holds all parts. `algorithms`
-# answers questions about them. This file has no formula: those are in `algos`, in the files that the sentences name.
 
 
 class AlgorithmPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):

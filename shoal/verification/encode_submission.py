@@ -1,9 +1,4 @@
-"""Turn a worker's groups into the bytes of a `Submission`.
-
-The worker calls this, and `verify` reads the result. The role signs and sends: this file uses no network and no key.
-Sampling proofs cost no bytes, because the seeds of the lease fix the choice. A run may also ask for proofs of
-activations.
-"""
+"""The bytes of a `Submission` from a worker's groups, with proofs of activations if the run asks for them."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Measure honest numerical noise: propose bounds that it passes, and say what those bounds can detect.
 
-It uses neither model nor run file: arrays in, bounds and rows out.
-
 Axes: N tokens, counted once for each replay; P tokens, counted once.
 """
 

@@ -1,7 +1,6 @@
 """Compare a group's verdict in the log with an auditor's own verdict on the same bytes.
 
-Pure: `verify` makes the auditor's verdict, and this file says in words where the two differ. It compares checks, outcomes,
-rewards, their steps, and tokens. It ignores figures, because they depend on the machine.
+It compares checks, outcomes, rewards, their steps, and tokens, but no figures, because they depend on the machine.
 """
 
 from collections.abc import Sequence
