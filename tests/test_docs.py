@@ -762,7 +762,7 @@ def test_own_environment_fits_on_a_screen() -> None:
 
 
 def test_the_wrapped_reward_function_gives_rewards_within_bounds_of_its_own(tmp_path: Path) -> None:
-    page, found = ROOT / "docs/how-to/coming-from-trl.md", dict[str, Any]()
+    page, found = ROOT / "docs/how-to/coming-from.md", dict[str, Any]()
     (tmp_path / "sums.jsonl").write_text(next(fence.text for fence in fences(page) if fence.info == "json"))
     exec(named_files(page)["wrapped_env.py"], found)
     env = found["environment"](tmp_path / "sums.jsonl")

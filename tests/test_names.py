@@ -34,10 +34,10 @@ PAGES = sorted(
     page
     for page in [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md",
                  *(ROOT / "docs").rglob("*.md")]
-    if page.name not in ("experiments.md", "figures.md") and not page.name.startswith("coming-from-")
+    if page.name not in ("experiments.md", "figures.md", "coming-from.md")
 )  # fmt: skip
 """Without the table of experiments, whose commands have the names of their commits, the page of figures, which the records
-make, and pages with others' names, whose keys of ours `tests/test_site.py` looks up."""
+make, and the page with others' names, whose keys of ours `tests/test_site.py` looks up."""
 
 _EVIDENCE = re.compile(r"^## Evidence\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
 _STEP = re.compile(r"`([\w/]+\.py):(\w+)`")

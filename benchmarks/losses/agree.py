@@ -95,7 +95,7 @@ PAGE: dict[str, tuple[c.Composition, dict[str, Any]]] = {
     "page: masked, grpo": (replace(MEAN_STD, average="rollouts", mask_overlong=True), MASKED | {"loss_type": "grpo"}),
     "page: masked, dr_grpo": (replace(DR_GRPO, mask_overlong=True), MASKED | {"loss_type": "dr_grpo"}),
 }
-"""What docs/how-to/coming-from-trl.md tells to write for some settings of TRL, whose others keep TRL's defaults. Here,
+"""What docs/how-to/coming-from.md tells to write for some settings of TRL, whose others keep TRL's defaults. Here,
 advantages follow from rewards, on both sides."""
 CASES |= {name: (ours, {"from_rewards": True, "ratio_to": "mu_BT"} | theirs) for name, (ours, theirs) in PAGE.items()}
 

@@ -1,4 +1,4 @@
-"""The tables of `docs/how-to/alarms.md` from a result of `benchmarks/monitors.py`."""
+"""Tables from a result of `benchmarks/monitors.py`."""
 
 from collections.abc import Mapping
 from typing import Any

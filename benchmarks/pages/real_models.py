@@ -1,4 +1,4 @@
-"""The tables of `docs/how-to/own-model.md` and of the record, from the rows of `benchmarks/real_models.py`."""
+"""Tables of the record, from the rows of `benchmarks/real_models.py`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -30,13 +30,10 @@ COLOURS = 256
 
 SHOTS = {
     "page-overview": ("/1/", 1600, 1150, "light"),
-    "page-overview-900": ("/1/", 900, 1150, "dark"),
     "page-overview-400": ("/1/", 400, 900, "light"),
     "page-group": ("/1/groups/{signal}?by=worst", 1600, 1000, "light"),
-    "page-group-900": ("/1/groups/{signal}?by=worst", 900, 1000, "dark"),
     "page-group-400": ("/1/groups/{signal}?by=worst", 400, 900, "light"),
     "page-forged": ("/1/groups/{refused}?colour=gap", 1280, 760, "light"),
-    "page-forged-400": ("/1/groups/{refused}?colour=gap", 400, 900, "light"),
 }
 """View, width and height of the window, and mode, by name of the file."""
 

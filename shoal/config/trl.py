@@ -1,6 +1,6 @@
 """What TRL's `GRPOConfig` calls the keys of a run file and their values, for the message about one that is unknown here.
 
-docs/how-to/coming-from-trl.md compares their meanings and defaults.
+docs/how-to/coming-from.md compares their meanings and defaults.
 """
 
 _BATCH = "a batch is rollouts.batch_groups groups of rollouts.group_size rollouts"
