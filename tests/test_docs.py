@@ -547,8 +547,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "prometheus": ("docs/reference/metrics.md", prometheus_table),
     "alarms": ("docs/reference/alarms.md", alarm_table),
     "limits": ("docs/reference/alarms.md", limit_table),
-    "checks": ("docs/explanation/trust.md", check_table),
-    "cheats": ("docs/explanation/trust.md", cheat_table),
+    "checks": ("docs/design/trust.md", check_table),
+    "cheats": ("docs/design/trust.md", cheat_table),
 }
 """Page and maker of each generated table, by the name in its marker."""
 
