@@ -67,7 +67,7 @@ REFERENCE = ROOT / "docs" / "reference"
 WORDS = (
     "task", "rollout", "group", "slot", "block", "lease", "submission", "receipt", "verdict", "batch", "checkpoint",
     "manifest", "chunk", "patch", "event", "log", "credit", "stake", "node", "run", "recipe", "environment", "policy",
-    "link", "audit", "decision", "finding", "replay", "record", "stream", "law", "rules", "subject",
+    "link", "audit", "decision", "finding", "replay", "stream", "law", "rules",
 )  # fmt: skip
 """Ideas that the glossary must define, each with one word."""
 
