@@ -14,9 +14,12 @@ source. Code blocks follow these conventions, by the words after the fence:
 import argparse
 import ast
 import functools
+import importlib
 import inspect
+import itertools
 import json
 import os
+import pkgutil
 import re
 import shlex
 import sys
@@ -67,7 +70,7 @@ REFERENCE = ROOT / "docs" / "reference"
 WORDS = (
     "task", "rollout", "group", "slot", "block", "lease", "submission", "receipt", "verdict", "batch", "checkpoint",
     "manifest", "chunk", "patch", "event", "log", "credit", "stake", "node", "run", "recipe", "environment", "policy",
-    "link", "audit", "decision", "finding", "replay", "record", "stream", "law", "rules", "subject",
+    "link", "audit", "decision", "finding", "replay", "stream", "law", "rules",
 )  # fmt: skip
 """Ideas that the glossary must define, each with one word."""
 
@@ -404,32 +407,27 @@ def _body(kind: Any) -> str:
 BASES = (messages.Message, messages.Response)
 
 
-def type_tables() -> str:
-    """Every message, with its fields."""
-    parts = []
-    documented = [(module, *found) for module in (messages, pay_lines) for found in field_docs(module).items()]
-    for module, name, docs in documented:
-        kind = getattr(module, name, None)
-        if not name or not (isinstance(kind, type) and issubclass(kind, messages.Message)) or kind in BASES:
-            continue
-        fields = msgspec.structs.fields(kind)
-        rows = [[f"`{field.encode_name}`", type_name(field.type), docs[field.name]] for field in fields]
-        open_ended = "\n\nNodes ignore fields that they do not know." if issubclass(kind, messages.Response) else ""
-        heading = f"### {name}\n\n{one_line(kind.__doc__)}{open_ended}"
-        parts.append(f"{heading}\n\n{table(['Field', 'Type', 'Meaning'], rows)}")
-    return "\n\n".join(parts)
+def message_table() -> str:
+    """Every message with its fields; `...` where readers ignore unknown ones."""
+    names = [message.name for message in pkgutil.iter_modules(messages.__path__, f"{messages.__name__}.")]
+    rows = []
+    for module in [*map(importlib.import_module, names), pay_lines]:
+        for name, kind in vars(module).items():
+            is_message = isinstance(kind, type) and issubclass(kind, messages.Message) and kind not in BASES
+            if is_message and kind.__module__ == module.__name__:
+                fields = [f"`{field.encode_name}`" for field in msgspec.structs.fields(kind)]
+                rows.append([name, ", ".join([*fields, "..."] if issubclass(kind, messages.Response) else fields)])
+    return table(["Message", "Fields"], rows)
 
 
 def constant_table() -> str:
     """Numbers that are never configurable."""
     rows = []
-    for name, doc in field_docs(constants)[""].items():
-        value = getattr(constants, name)
-        values = value if isinstance(value, tuple) else (value,)
-        shown = ", ".join(
-            one.decode() if isinstance(one, bytes) else one if isinstance(one, str) else f"{one:,}" for one in values
-        )
-        rows.append([f"`{name}`", shown, doc])
+    for doc, together in itertools.groupby(field_docs(constants)[""].items(), lambda item: item[1]):
+        names = [name for name, _ in together]
+        values = [getattr(constants, name) for name in names]
+        shown = [v.decode() if isinstance(v, bytes) else v if isinstance(v, str) else f"{v:,}" for v in values]
+        rows.append([", ".join(f"`{name}`" for name in names), "; ".join(shown), doc])
     return table(["Constant", "Value", "Meaning"], rows)
 
 
@@ -477,18 +475,21 @@ def vectors() -> str:
 
 
 def prometheus_table() -> str:
-    """Every metric that a Prometheus server is told."""
-    told = prometheus.WATCHED | {of_step.name: of_step.watched for of_step in prometheus.step_metrics().values()}
-    rows = [
-        [
-            f"`{prometheus.PREFIX}{name}`",
-            metric.kind,
-            ", ".join(f"`{label}`" for label in metric.labels),
-            metric.sentence,
-        ]
-        for name, metric in told.items()
+    """Every metric of the Prometheus page: those of the run, then those of the newest step."""
+    run = [
+        [f"`{prometheus.PREFIX}{name}`", metric.kind, labels(metric), metric.sentence]
+        for name, metric in prometheus.WATCHED.items()
     ]
-    return table(["Metric", "Type", "Labels", "Meaning"], rows)
+    of_step = [
+        [f"`{prometheus.PREFIX}{metric.name}`", f"`{name}`", labels(metric.watched)]
+        for name, metric in prometheus.step_metrics().items()
+    ]
+    of_run = table(["Metric", "Type", "Labels", "Meaning"], run)
+    return f"{of_run}\n\nGauges of the newest training step:\n\n{table(['Metric', 'Of', 'Labels'], of_step)}"
+
+
+def labels(metric: prometheus.MetricSpec) -> str:
+    return ", ".join(f"`{label}`" for label in metric.labels)
 
 
 def metric_table() -> str:
@@ -538,7 +539,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "environment arguments": ("docs/reference/run-file.md", env_tables),
     "commands": ("docs/reference/cli.md", cli_sections),
     "calls": ("docs/reference/protocol.md", call_table),
-    "messages": ("docs/reference/protocol.md", type_tables),
+    "messages": ("docs/reference/protocol.md", message_table),
     "constants": ("docs/reference/protocol.md", constant_table),
     "event fields": ("docs/reference/protocol.md", event_fields),
     "vectors": ("docs/reference/protocol.md", vectors),
@@ -547,8 +548,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "prometheus": ("docs/reference/metrics.md", prometheus_table),
     "alarms": ("docs/reference/alarms.md", alarm_table),
     "limits": ("docs/reference/alarms.md", limit_table),
-    "checks": ("docs/explanation/trust.md", check_table),
-    "cheats": ("docs/explanation/trust.md", cheat_table),
+    "checks": ("docs/design/trust.md", check_table),
+    "cheats": ("docs/design/trust.md", cheat_table),
 }
 """Page and maker of each generated table, by the name in its marker."""
 

@@ -1,4 +1,4 @@
-"""The tables of `docs/explanation/detection.md` from a result of `benchmarks/detection.py`."""
+"""The tables of `docs/design/detection.md` from a result of `benchmarks/detection.py`."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The tables of `docs/explanation/economics.md` from a result of `benchmarks/economics.py`."""
+"""The tables of `docs/design/economics.md` from a result of `benchmarks/economics.py`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The table of `docs/explanation/trust.md` from a result of `benchmarks/poisoning.py`."""
+"""The table of `docs/design/trust.md` from a result of `benchmarks/poisoning.py`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The tables of `docs/explanation/detection.md#what-it-costs` from a result of `benchmarks/verify_cost.py`."""
+"""The tables of `docs/design/detection.md#what-it-costs` from a result of `benchmarks/verify_cost.py`."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,6 @@
 """The randomness of a run, from one secret: the chain, and the seeds of slots, samples and rows.
 
-`noise` makes noise from a seed. It uses no clock and no randomness of the operating system. `docs/explanation/trust.md`
+`noise` makes noise from a seed. It uses no clock and no randomness of the operating system. `docs/design/trust.md`
 gives the reasons.
 """
 
