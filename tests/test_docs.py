@@ -40,7 +40,7 @@ from shoal.envs.builtin import arithmetic, wordle
 from shoal.ledger.event import event_hash
 from shoal.ledger.log.check import SLOT_CHAIN
 from shoal.ledger.registry import KINDS
-from shoal.monitors.alarm_state import BETWEEN, MONITORS
+from shoal.monitors.alarms import BETWEEN, MONITORS
 from shoal.protocol import (
     algorithm_config,
     constants,

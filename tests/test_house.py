@@ -15,7 +15,7 @@ BUDGETS = {
     "launch": Room(36, 7714, 4766),
     "ledger": Room(37, 6170, 3467),
     "models": Room(32, 6107, 3203),
-    "monitors": Room(17, 1533, 846),
+    "monitors": Room(7, 1466, 809),
     "net": Room(12, 2587, 1424),
     "plan": Room(11, 1407, 827),
     "protocol": Room(35, 3906, 1671),
