@@ -23,7 +23,7 @@ BUDGETS = {
     "sandbox": Room(14, 1962, 1118),
     "shoal": Room(12, 2561, 1266),
     "train": Room(32, 3986, 2066),
-    "verification": Room(18, 1488, 763),
+    "verification": Room(9, 1431, 719),
     "watch": Room(51, 8291, 4613),
     "weights": Room(24, 4239, 2283),
 }

@@ -1,8 +1,6 @@
-"""Turn a worker's groups into the bytes of a `Submission`.
+"""Encoding of a worker's groups as the bytes of a `Submission`.
 
-The worker calls this, and `verify` reads the result. The role signs and sends: this file uses no network and no key.
-Sampling proofs cost no bytes, because the seeds of the lease fix the choice. A run may also ask for proofs of
-activations.
+Sampling proofs cost no bytes, because the seeds of the lease fix the choice. A run may also ask for proofs of activations.
 """
 
 from collections.abc import Sequence

@@ -26,7 +26,7 @@ from shoal.ledger.log.check import verify
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.metrics import METRICS
 from shoal.run_folder import RunFolder
-from shoal.verification.checks import sampling
+from shoal.verification.audit_checks import sampling
 from shoal.watch.index.group_queries import GroupFilter, groups
 from shoal.watch.page import PageRuns, csv_export, page_app
 from shoal.watch.page.app import HEADERS
@@ -506,7 +506,7 @@ def test_the_legend_has_the_limit_that_findings_have(town, shelf):
             bounds = work.bench.state.rules.bounds["float32/float32"]
             wide = found[0].gaps_P + np.float32(3 * bounds.gap)
             scores = [found[0]._replace(gaps_P=wide), *found[1:]]
-            return sampling.check(work.group, SimpleNamespace(bounds=bounds, scores=scores)), bounds
+            return sampling(work.group, SimpleNamespace(bounds=bounds, scores=scores)), bounds
 
     found, bounds = asyncio.run(failure())
     assert found.detail.startswith("token that its seed does not choose")
