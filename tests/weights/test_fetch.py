@@ -28,7 +28,7 @@ from shoal.weights.fetch import transfer
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.scheduler import MOST_LANES
 from shoal.weights.fetch.sources import HttpSource
-from shoal.weights.fetch.verify_directory import directory_name
+from shoal.weights.fetch.version_directory import directory_name
 from shoal.weights.manifest import weights_root
 from shoal.weights.publish import HttpSink, chunk_bytes_for, publish
 from tests.weights.checkpoints import (

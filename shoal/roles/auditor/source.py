@@ -23,9 +23,9 @@ from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_MANIFEST_
 from shoal.protocol.encoding import digest
 from shoal.roles.node.memory_limit import share_of_free_mb
 from shoal.run_folder import RunFolder, is_url
-from shoal.weights.disk_quota import disk_limit, room_for_version
 from shoal.weights.fetch.chunks import NotStored
 from shoal.weights.fetch.fetch import fetch_version
+from shoal.weights.fetch.version_directory import disk_limit, room_for_version
 from shoal.weights.manifest import ManifestError, open_manifest
 
 Rows = list[tuple[bytes, str]]

@@ -1,11 +1,10 @@
-"""Fetch the version that a manifest describes into a checkpoint directory, and verify every byte.
+"""Fetch of the version that a manifest describes into a checkpoint directory, with every byte verified.
 
-A fetch that was cut short goes on where it stopped. It trusts no source and does not depend on any role. One process uses a
-folder.
+A fetch that was cut short goes on where it stopped. It trusts no source. One process uses a folder.
 
-A version comes whole, or by patches from another version (`delta/apply`); `delta/plan` says which is cheapest. A chunk
-comes from the first of these that has it: the unfinished directory, a version already here (`chunks`), a source
-(`transfer`). The directory appears under its name whole, or not at all (`verify_directory`).
+A version comes whole, or by patches from another version; `delta/plan` says which is cheapest. A chunk comes from the first
+of these that has it: the unfinished directory, a version already here (`chunks`), a source (`transfer`). The directory
+appears under its name whole, or not at all (`version_directory`).
 """
 
 import asyncio
@@ -23,7 +22,6 @@ from shoal.models.hub_download import Hub
 from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.messages import Manifest, Patch, Publishers
 from shoal.weights.base_model import bases_here, entries_of_base, forget_fetched, from_hub, link_base
-from shoal.weights.delta.apply import files_to_fetch, follow, root_here, versions_here, weights_bytes
 from shoal.weights.delta.plan import DownloadPlan, NeedsManifest, plan_download
 from shoal.weights.fetch.chunks import (
     MANIFEST_FILE,
@@ -41,7 +39,18 @@ from shoal.weights.fetch.chunks import (
 from shoal.weights.fetch.relay_sources import expected
 from shoal.weights.fetch.sources import ChunkSource, is_filling
 from shoal.weights.fetch.transfer import Transfer
-from shoal.weights.fetch.verify_directory import directory_name, fault_of, finish, prune, take_from_stock
+from shoal.weights.fetch.version_directory import (
+    directory_name,
+    fault_of,
+    files_to_fetch,
+    finish,
+    follow,
+    prune,
+    root_here,
+    take_from_stock,
+    versions_here,
+    weights_bytes,
+)
 from shoal.weights.manifest import ManifestError, chunks_of, open_manifest
 
 log = logging.getLogger(__name__)

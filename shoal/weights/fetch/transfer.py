@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from shoal.errors import PeerError
-from shoal.weights.fetch.availability import Holdings
 from shoal.weights.fetch.chunks import Chunk, PartialChunk, ReceivedRange
+from shoal.weights.fetch.relay_sources import Holdings
 from shoal.weights.fetch.scheduler import (
     IN_FLIGHT,
     LAST,
