@@ -304,7 +304,7 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
     try:
         # guard: room-for-audited-weights
         return await fetch_version(
-            data, version, [chunks], into, run=state.run, publishers=state.publishers, now=None, root=record.root,
+            data, version, [chunks], into, run=state.run, publishers=state.publishers, root=record.root,
             max_bytes=room_bytes, keep=1, on_blame=lambda name, reason: None, signed_of=signed_of,
         )  # fmt: skip
     except NotStored as error:

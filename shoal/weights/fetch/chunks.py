@@ -1,9 +1,10 @@
-"""What a version needs, and what of it is here: in its unfinished directory, or in another version of the same folder.
+"""Chunks that a version needs, and those that are here: in its unfinished directory, or in another version of the folder.
 
-It hashes whatever it reuses, and knows no network. The bytes of a chunk that is being fetched are in a file of their own
+Whatever is reused is hashed. The bytes of a chunk that is being fetched are in a file of their own
 until the chunk is whole, so a killed fetch goes on within a chunk.
 """
 
+import contextlib
 import hashlib
 import itertools
 import shutil
@@ -16,8 +17,8 @@ from shoal.errors import StateError
 from shoal.net.blobs import path_of
 from shoal.protocol import encoding
 from shoal.protocol.messages import FileEntry, Manifest
-from shoal.weights.base_model import MANIFEST_FILE
 from shoal.weights.file_ranges import Span, append_span
+from shoal.weights.manifest import manifests_here
 
 UNFINISHED = ".partial-"
 """Begins the name of a directory that is being fetched."""
@@ -284,13 +285,10 @@ def prepare(
 def _chunks_here(folder: Path) -> dict[tuple[str, int], FileRange]:
     """Where this folder's versions store their chunks, by their manifests. Chunks are verified when read."""
     here: dict[tuple[str, int], FileRange] = {}
-    for known in folder.glob(f"v*/{MANIFEST_FILE}"):
-        try:
-            manifest = encoding.from_json(known.read_bytes(), Manifest)
-            pieces = pieces_of(files_of(manifest), known.parent, manifest.version)
-        except (encoding.WireError, StateError):
-            continue  # damaged: its chunks are fetched again
-        here |= {(piece.digest, piece.size): piece.places[0] for piece in pieces}
+    for directory, manifest in manifests_here(folder):
+        with contextlib.suppress(StateError):  # damaged: its chunks are fetched again
+            for piece in pieces_of(files_of(manifest), directory, manifest.version):
+                here[piece.digest, piece.size] = piece.places[0]
     return here
 
 

@@ -19,11 +19,9 @@ from shoal.weights.base_model import bases_here, directory_root, fault_of_base, 
 from shoal.weights.delta.patch import apply_patch
 from shoal.weights.delta.plan import PatchStep
 from shoal.weights.delta.tensor_codes import coded_directory, cores
-from shoal.weights.fetch.chunks import MANIFEST_FILE, UNFINISHED, Wanted, clear_parts, files_of
+from shoal.weights.fetch.chunks import UNFINISHED, Wanted, clear_parts, files_of
 from shoal.weights.file_ranges import Span, append_span
-from shoal.weights.manifest import is_whole
-
-WEIGHTS = "*.safetensors"
+from shoal.weights.manifest import MANIFEST_FILE, is_weights, is_whole, manifests_here
 
 
 def directory_name(manifest: Manifest) -> str:
@@ -61,7 +59,7 @@ def fault_of(directory: Path, manifest: Manifest, *, trusted: bool) -> str:
         path = directory / entry.path
         if not path.is_file():
             return f"{entry.path} is missing"
-        if entry.path.endswith(".safetensors") or (trusted and len(entry.chunks) == 1):
+        if is_weights(entry.path) or (trusted and len(entry.chunks) == 1):
             continue
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
@@ -87,15 +85,7 @@ def prune(folder: Path, manifest: Manifest, keep: int, in_use: Path | None = Non
 
 def versions_here(folder: Path, run: str) -> dict[int, tuple[str, Path]]:
     """The root and the directory of each whole version of a run in a folder."""
-    here = {}
-    for known in sorted(folder.glob(f"v*/{MANIFEST_FILE}")):
-        try:
-            manifest = encoding.from_json(known.read_bytes(), Manifest)
-        except encoding.WireError:
-            continue  # damaged: as if it were not here
-        if manifest.run == run:
-            here[manifest.version] = (manifest.root, known.parent)
-    return here
+    return {known.version: (known.root, directory) for directory, known in manifests_here(folder) if known.run == run}
 
 
 def root_here(directory: Path) -> str:
@@ -108,7 +98,11 @@ def root_here(directory: Path) -> str:
 
 def weights_bytes(directory: Path) -> int:
     """The size of a version's weights."""
-    return sum(path.stat().st_size for path in directory.glob(WEIGHTS))
+    return sum(path.stat().st_size for path in _weights_in(directory))
+
+
+def _weights_in(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("*") if is_weights(path.name)]
 
 
 # --- a version from an earlier one and the patches between ---
@@ -119,7 +113,7 @@ def weights_bytes(directory: Path) -> int:
 
 def files_to_fetch(manifest: Manifest, hops: Sequence[PatchStep]) -> list[Wanted]:
     """The patches of a way, and the version's files other than weights."""
-    plain = [wanted for wanted in files_of(manifest) if not Path(wanted.name).match(WEIGHTS)]
+    plain = [wanted for wanted in files_of(manifest) if not is_weights(wanted.name)]
     return plain + [Wanted(_patch_name(hop), hop.patch.file, hop.chunk_bytes) for hop in hops]
 
 
@@ -132,7 +126,7 @@ def follow(
     there is no memory for it, or if the weights are not what the manifest promises.
     """
     patches = [partial / _patch_name(hop) for hop in hops]
-    for path in base.glob(WEIGHTS):
+    for path in _weights_in(base):
         shutil.copyfile(path, partial / path.name)
     weights = coded_directory(partial, writable=True)
     try:
