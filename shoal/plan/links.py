@@ -31,9 +31,7 @@ class Clock:
         then()
 
 
-# --- Transfers that share links, in simulated time ---
-#
-# Each moment has the rates that are max-min fair.
+# --- Transfers that share links, at rates that are max-min fair ---
 #
 # A link is a name with a capacity, such as a worker's downlink or the uplinks of all relays together: a client takes
 # chunks from several sources at once, so they are one link to it.
@@ -114,10 +112,9 @@ def _time_left(flow: Flow) -> float:
 
 # --- The relays of a simulated run ---
 #
-# Few relays take each version from the origin, and pass on each chunk that they have.
-#
-# Clients take chunks from all relays at once, so their uplinks are one link. Each relay fetches the chunks
-# in a random order, so together they have all of them before any of them has.
+# They take each version from the origin, and pass on each chunk that they have. Clients take chunks from all relays at
+# once, so their uplinks are one link. Each relay fetches the chunks in a random order, so together they have all of them
+# before any of them has.
 
 
 @dataclass

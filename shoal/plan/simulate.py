@@ -1,7 +1,7 @@
 """A run in simulated time: how long its steps take, who waits for whom, and how many bytes go where.
 
 Leases, batches and versions are decided by the ledger's own rules, so only machines and links are models: they take the
-times that `SimulationInput` gives. Pure: the same setting gives the same outcome.
+times that `SimulationInput` gives. The same setting gives the same outcome.
 """
 
 import random

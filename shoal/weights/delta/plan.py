@@ -1,7 +1,6 @@
 """The cheapest way to a version's weights: as a whole, or by patches from a version that is here or is fetched whole.
 
-Pure: it gets the manifests that are known, and says which one it needs next. Costs are bytes to fetch, and for each patch
-what applying it takes, as bytes that the line would bring in that time.
+Costs are bytes to fetch, and for each patch what applying it takes, as bytes that the line would bring in that time.
 
 The search goes backward from the version, cheapest first (Dijkstra, doi:10.1007/BF01386390), so it asks for no manifest
 that a cheaper way makes superfluous. A version that is here counts only with the root that the patch begins at.

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import itertools
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -17,7 +17,7 @@ from shoal.errors import StateError
 from shoal.net.blobs import path_of
 from shoal.protocol import encoding
 from shoal.protocol.messages import FileEntry, Manifest
-from shoal.weights.file_ranges import Span, append_span
+from shoal.weights.file_ranges import Span, append_span, read_span
 from shoal.weights.manifest import manifests_here
 
 UNFINISHED = ".partial-"
@@ -113,7 +113,7 @@ class PartialChunk:
         if self.size:
             self.segments.append(ReceivedRange("", 0, self.size))
 
-    def add(self, data: bytes, source: str) -> None:
+    def add(self, data: bytes | memoryview, source: str) -> None:
         """Append bytes from a source. Raises OSError."""
         if not self.segments or self.segments[-1].source != source:
             self.segments.append(ReceivedRange(source, self.size, self.size))
@@ -127,7 +127,7 @@ class PartialChunk:
     def copy(self, part: "PartialChunk") -> "PartialChunk":
         """Begin `part`, which is empty, with what this one has; returns it. Raises OSError."""
         for segment in self.segments:
-            for data in _read_span(self.path, segment.start, segment.end):
+            for data in read_span(self._span(segment)):
                 part.add(data, segment.source)
         return part
 
@@ -141,22 +141,20 @@ class PartialChunk:
 
     def evidence(self) -> list[ReceivedRange]:
         """Which source sent which bytes, with the digests of those bytes."""
-        return [
-            segment._replace(digest=_digest_of(_read_span(self.path, segment.start, segment.end)))
-            for segment in self.segments
-        ]
+        return [segment._replace(digest=self._digest(segment)) for segment in self.segments]
 
     def liars(self, evidence: list[ReceivedRange]) -> list[str]:
         """The sources whose bytes differ from this part, which is right."""
-        return [
-            segment.source
-            for segment in evidence
-            if segment.source and _digest_of(_read_span(self.path, segment.start, segment.end)) != segment.digest
-        ]
+        return [one.source for one in evidence if one.source and self._digest(one) != one.digest]
 
-    def place(self, piece: Chunk) -> None:
-        """Put the verified chunk into all its places. Raises OSError."""
-        piece.take(self.path)
+    def _span(self, segment: ReceivedRange) -> Span:
+        return Span(self.path, segment.start, segment.end - segment.start)
+
+    def _digest(self, segment: ReceivedRange) -> str:
+        whole = hashlib.sha256()
+        for data in read_span(self._span(segment)):
+            whole.update(data)
+        return whole.hexdigest()
 
     def close(self) -> None:
         """Close the file; a later process finds it."""
@@ -166,21 +164,6 @@ class PartialChunk:
         """Delete the file."""
         self.close()
         self.path.unlink(missing_ok=True)
-
-
-def _read_span(path: Path, start: int, end: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        file.seek(start)
-        while start < end and (data := file.read(min(_COPY_BYTES, end - start))):
-            start += len(data)
-            yield data
-
-
-def _digest_of(parts: Iterator[bytes]) -> str:
-    whole = hashlib.sha256()
-    for data in parts:
-        whole.update(data)
-    return whole.hexdigest()
 
 
 class Wanted(NamedTuple):
