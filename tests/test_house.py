@@ -12,7 +12,7 @@ BUDGETS = {
     "envs": Room(51, 9229, 5420),
     "graders": Room(11, 1957, 1004),
     "jobs": Room(15, 1940, 1197),
-    "launch": Room(36, 7714, 4766),
+    "launch": Room(36, 7713, 4765),
     "ledger": Room(37, 6170, 3467),
     "models": Room(32, 6107, 3203),
     "monitors": Room(7, 1466, 809),

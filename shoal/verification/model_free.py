@@ -194,7 +194,7 @@ MODEL_FREE = (
 
 To add one, beside its function and its row here (or in `audit_checks`, if it reads `ctx.scores`): its name in `CHECKS` of
 `protocol/audit_selection.py`; a test in `tests/verification/test_checks.py` and its guard in `tests/guards.txt`; its row in
-docs/explanation/trust.md, which `python -m tests.test_docs --write` makes from its docstring; and a mutation in
-`tests/attacks/fuzz.py`, if none there fails it. A validator without a hard check is outvoted, so a release that adds one
-raises `PROTOCOL_VERSION`; the rules of the log do not change.
+docs/explanation/trust.md, which `python -m tests.test_docs --write` makes from its docstring; the room's budget in
+`tests/test_house.py`; and a mutation in `tests/attacks/fuzz.py`, if none there fails it. A validator without a hard check
+is outvoted, so a release that adds one raises `PROTOCOL_VERSION`; the rules of the log do not change.
 """
