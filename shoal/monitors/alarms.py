@@ -45,8 +45,8 @@ MONITORS: dict[str, Monitor] = {
 """By name of the alarm: what is looked at once a step.
 
 To add a monitor: a function in `learning`, `nodes` or `host`, whose docstring says what it cannot see; its row here or in
-`BETWEEN`; its sentence and limits in `config/alarm_limits.py`; its fault in `tests/monitors/test_monitors.py`; the tables of
-docs/reference/alarms.md, by `python -m tests.test_docs --write`; and the rooms' budgets in `tests/test_house.py`.
+`BETWEEN`; its sentence and limits in `config/alarm_limits.py`; its fault in `tests/monitors/test_monitors.py`; the tables
+of docs/reference/alarms.md, by `python -m tests.test_docs --write`; and the rooms' budgets in `tests/test_house.py`.
 """
 
 BETWEEN: dict[str, Monitor] = {

@@ -171,7 +171,7 @@ async def fetch(
         ).run()  # fmt: skip
 
     try:
-        fetched = _Fetch(folder, transfer, manifest_of or _unknown, store, shared, keep, max_bytes, in_use)
+        fetched = _Fetch(folder, transfer, manifest_of or _unknown, store, shared, keep, max_bytes, in_use, Hub())
         directory = await fetched.version(manifest)
     except OSError as error:
         raise (NoSpace if error.errno in DISK_FULL else NotStored)(
@@ -201,7 +201,7 @@ class _Fetch:
     keep: int
     max_bytes: int | None
     in_use: Path | None
-    hub: Hub = field(default_factory=Hub)
+    hub: Hub
     known: dict[int, Manifest | None] = field(default_factory=dict)
     """Manifests of earlier versions; None for those that could not be fetched."""
     too_long: ManifestError | None = None
