@@ -22,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from shoal.train.learner import Learner, LearnerState  # noqa: E402
 from shoal.train.loss import sft_objective  # noqa: E402
 from shoal.train.rows import TrainingRow, example_row  # noqa: E402
 from shoal.weights.delta.patch import apply_patch, make_patch  # noqa: E402
-from shoal.weights.delta.tensor_codes import KINDS, EncodedTensor, Weights, coded_tensors, exponents, places, root_of  # noqa: E402  # noqa: E402
+from shoal.weights.delta.tensor_codes import KINDS, EncodedTensor, Weights, coded, exponents, places, root_of  # noqa: E402
 
 LR, WARMUP_STEPS, ROW_TOKENS, ROWS = 1e-6, 12, 256, 2
 RATES = (1e-7, 3e-7, 3e-6, 1e-5, 1e-4)
@@ -58,6 +58,15 @@ BARS = {
     "patch_over_pulse": (0.5, "at most"), "patch_over_entropy": (1.15, "at most"), "full_over_patch": (100, "at least"),
     "encode_mb_s": (800, "at least"), "apply_mb_s": (800, "at least"),
 }  # fmt: skip
+
+
+def coded_tensors(tensors: Mapping[str, torch.Tensor]) -> Weights:
+    """Contiguous tensors in the memory of this process, by name. What is written to the codes, the tensors hold."""
+    dtypes = {torch.float32: "F32", torch.bfloat16: "BF16"}
+    return {
+        name: coded(dtypes[one.dtype], tuple(one.shape), one.detach().view(-1).view(torch.uint8).numpy())
+        for name, one in tensors.items()
+    }
 
 
 def main() -> int:

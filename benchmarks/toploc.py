@@ -26,7 +26,7 @@ from shoal.config import ACTIVATION_ERROR, TinyPolicy
 from shoal.engine.interface import ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.models.random_model import make_tiny
-from shoal.verification.checks.activations import judge
+from shoal.verification.audit_checks import judge_activations
 
 HERE = Path(__file__).resolve().parent
 PEER_VENV = HERE.parent / ".venv-toploc"
@@ -147,12 +147,15 @@ def forgeries(num: int) -> dict[str, dict[str, int]]:
             assert not isinstance(figures, str)
             chunks.append(figures)
             for dtype in passed:
-                passed[dtype] += judge(figures, ACTIVATION_ERROR[dtype]) is None
+                passed[dtype] += judge_activations(figures, ACTIVATION_ERROR[dtype]) is None
         groups = np.random.default_rng(0).integers(0, num, (num, GROUP_CHUNKS))
         pooled = [
             type(chunks[0])(*map(np.concatenate, zip(*(chunks[i] for i in group), strict=True))) for group in groups
         ]
-        row = {**passed, "group_bfloat16": sum(judge(g, ACTIVATION_ERROR["bfloat16"]) is None for g in pooled)}
+        row = {
+            **passed,
+            "group_bfloat16": sum(judge_activations(g, ACTIVATION_ERROR["bfloat16"]) is None for g in pooled),
+        }
         table[name] = row
         print(f"  {name:<38}{row['float32']:>5}{row['bfloat16']:>10}{row['group_bfloat16']:>10}", flush=True)
     return table
@@ -234,7 +237,7 @@ def _refusals(proved: list[np.ndarray], replayed: list[np.ndarray], bound: float
     for start in range(0, len(proved), 4):
         figures = compare(replayed[start : start + 4], prove(proved[start : start + 4]))
         assert not isinstance(figures, str)
-        refused += judge(figures, bound) is not None
+        refused += judge_activations(figures, bound) is not None
         matched_C = np.maximum(1, figures.entries_C - figures.mismatched_C)
         mismatched = max(mismatched, float((figures.mismatched_C / figures.entries_C).max()))
         chunk_error = max(chunk_error, float((figures.error_C / matched_C).max()))
@@ -258,7 +261,7 @@ def fuzz(num: int) -> dict[str, float]:
         figures = compare(hidden[attempt % 4], mutant)
         slowest_s = max(slowest_s, time.process_time() - started)
         if not isinstance(figures, str) and mutant != proofs[attempt % 4]:
-            accepted += judge(figures, ACTIVATION_ERROR["float32"]) is None
+            accepted += judge_activations(figures, ACTIVATION_ERROR["float32"]) is None
         if attempt % 100_000 == 0 and attempt:
             print(f"  {attempt} mutated proofs, {time.process_time() - began:.0f} CPU s", file=sys.stderr, flush=True)
     print(f"\nmutated proofs: {num}, accepted {accepted}, raised 0, slowest {1000 * slowest_s:.1f} ms")

@@ -53,7 +53,7 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "launch/random_policy.py": ("run", "host"),
     "launch/pause.py": ("node",),
     "ledger/run_decisions.py --factor": ("admin",),
-    "monitors/disk.py": ("run", "host"),
+    "monitors/host.py": ("run", "host"),
     "net/blobs.py": ("run", "host"),
     "net/forward_proxy.py": ("join", "validate"),
     "net/server_process.py": ("host", "relay"),

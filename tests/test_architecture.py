@@ -361,7 +361,7 @@ def light_modules() -> list[str]:
         f
         for f in FILES
         if name_of(f).startswith(
-            ("roles/coordinator", "roles/origin", "roles/relay/", "roles/node/serve_chunks", "verification/checks/")
+            ("roles/coordinator", "roles/origin", "roles/relay/", "roles/node/serve_chunks", "verification/")
         )
     ]
     files += [

@@ -24,25 +24,16 @@ from shoal.algos.toploc import ChunkFigures, compare
 from shoal.engine.interface import ScoreRequest
 from shoal.protocol.encoding import WireError, from_msgpack, to_msgpack
 from shoal.protocol.messages import Bounds, Group, GroupVerdict, Rollout, Submission
-from shoal.verification.checks import (  # fmt: skip
-    activations,
-    completeness,
-    ending,
-    environment,
-    format,
-    lease,
-    logprobs,
-    prompt,
-    reward_range,
-    sampling,
-)
+from shoal.verification.audit_checks import AUDIT, MISMATCHED, judge_activations
 from shoal.verification.context import Context
-from shoal.verification.verify import AUDIT, MODEL_FREE
+from shoal.verification.model_free import MODEL_FREE, shape
 from tests.attacks.attack import Attack
 from tests.attacks.proof_forgeries import Forgery
 
-CHECKS = tuple(module.NAME for module in (*MODEL_FREE, *AUDIT))
-AUDIT_CHECKS = frozenset(module.NAME for module in AUDIT)
+CHECKS = tuple(check.name for check in (*MODEL_FREE, *AUDIT))
+AUDIT_CHECKS = frozenset(check.name for check in AUDIT)
+OF_GROUPS, OF_PROOFS = ("lease", "complete"), ("activations",)
+"""Checks of a group, or of its proof, as a whole. The others look at each rollout by itself."""
 SUBMISSION_GROUPS = 2
 """Groups of what counts as one submission."""
 
@@ -153,7 +144,7 @@ def _readable(lab: Lab, body: bytes, seen: Seen) -> Iterator[Place]:
         ctx = Context(lab.tools(), lab.lease, slot, said, proof=said.proofs[number] if said.proofs else b"")
         passing = []
         for index, rollout in enumerate(group.rollouts):
-            if format.check(_alone(group, rollout), ctx) is None:
+            if shape(_alone(group, rollout), ctx) is None:
                 passing.append(index)
             else:
                 seen.refused_N["shape"][whole.start + index] = True
@@ -163,9 +154,10 @@ def _readable(lab: Lab, body: bytes, seen: Seen) -> Iterator[Place]:
 
 def _look_at_group(seen: Seen, place: Place) -> None:
     whole = slice(place.first, place.first + GROUP_SIZE)
-    for module in (lease, completeness):
-        seen.run_N[module.NAME][whole] = True
-        seen.refused_N[module.NAME][whole] = module.check(place.group, place.ctx) is not None
+    for check in MODEL_FREE:
+        if check.name in OF_GROUPS:
+            seen.run_N[check.name][whole] = True
+            seen.refused_N[check.name][whole] = check.run(place.group, place.ctx) is not None
 
 
 def _look_at_rollouts(seen: Seen, place: Place, lab: Lab) -> Bools:
@@ -174,10 +166,11 @@ def _look_at_rollouts(seen: Seen, place: Place, lab: Lab) -> Bools:
     for index, score in zip(place.well_formed, lab.score(place.requests()), strict=True):
         rollout = place.group.rollouts[index]
         alone = Context(ctx.tools, ctx.lease, ctx.slot, ctx.submission, scores=[score])
-        for module in (prompt, environment, reward_range, ending, sampling, logprobs):
-            seen.run_N[module.NAME][place.first + index] = True
-            refused = module.check(_alone(place.group, rollout), alone) is not None
-            seen.refused_N[module.NAME][place.first + index] = refused
+        for check in (*MODEL_FREE, *AUDIT):
+            if check.name not in ("shape", *OF_GROUPS, *OF_PROOFS):
+                seen.run_N[check.name][place.first + index] = True
+                refused = check.run(_alone(place.group, rollout), alone) is not None
+                seen.refused_N[check.name][place.first + index] = refused
         off_P = np.abs(rollout.logprobs_P() - score.logprobs_P)
         far_G[index] = score.gaps_P.max() > ctx.bounds.gap or off_P.max() > ctx.bounds.logprob
     return far_G
@@ -197,8 +190,8 @@ def _look_at_proof(seen: Seen, place: Place, lab: Lab) -> Bools:
         return far_G
     for index in range(given):
         own = ChunkFigures(*(array[figures.rollout_C == index] for array in figures))
-        seen.refused_N["activations"][place.first + index] = activations.judge(own, bound) is not None
-        wrong_C = own.mismatched_C > np.maximum(1, np.ceil(activations.MISMATCHED * own.entries_C))
+        seen.refused_N["activations"][place.first + index] = judge_activations(own, bound) is not None
+        wrong_C = own.mismatched_C > np.maximum(1, np.ceil(MISMATCHED * own.entries_C))
         mean = own.error_C.sum() / max(1, int((own.entries_C - own.mismatched_C).sum()))
         far_G[index] = mean > bound or wrong_C.any()
     return far_G

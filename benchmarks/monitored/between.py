@@ -11,8 +11,8 @@ from typing import Any
 
 from shoal.config import RunConfig, load_run
 from shoal.launch.alarms import AlarmWatch, setting_of
+from shoal.monitors.alarms import RunMonitors
 from shoal.monitors.inputs import Machine
-from shoal.monitors.run_monitors import RunMonitors
 from shoal.protocol.messages import Status
 from shoal.run_folder import RunFolder
 from shoal.runs.run_status import RunStatus

@@ -23,8 +23,8 @@ from shoal.ledger.commands import Admin
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import read_entry
 from shoal.metrics import read_metrics
+from shoal.monitors.alarms import RunMonitors
 from shoal.monitors.inputs import HeldoutResult
-from shoal.monitors.run_monitors import RunMonitors
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol.messages import Grant
 from shoal.roles.coordinator.status import StatusBoard

@@ -6,10 +6,11 @@ from typing import Any
 from benchmarks.detect.judgement import CHECKS, Share, share
 from benchmarks.detect.policies import GROUP_SIZE
 from benchmarks.pages.markdown import table
-from shoal.verification.verify import AUDIT, MODEL_FREE
+from shoal.verification.audit_checks import AUDIT
+from shoal.verification.model_free import MODEL_FREE
 
 Rows = list[dict[str, Any]]
-FREE_CHECKS, AUDIT_CHECKS = [module.NAME for module in MODEL_FREE], [module.NAME for module in AUDIT]
+FREE_CHECKS, AUDIT_CHECKS = [check.name for check in MODEL_FREE], [check.name for check in AUDIT]
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:

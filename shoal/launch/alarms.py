@@ -23,9 +23,8 @@ from shoal.ledger.batches import SlotVoid
 from shoal.ledger.hints import IS_STOPPED, NO_LEASE, split_remedy
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import read_entry
-from shoal.monitors.alarm_state import BETWEEN, AlarmChange
+from shoal.monitors.alarms import BETWEEN, AlarmChange, MonitorConfig, RunMonitors
 from shoal.monitors.inputs import HeldoutResult, Machine
-from shoal.monitors.run_monitors import MonitorConfig, RunMonitors
 from shoal.net.client import PeerRefused
 from shoal.protocol.encoding import WireError
 from shoal.protocol.messages import AdminRequest

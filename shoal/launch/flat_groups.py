@@ -23,7 +23,7 @@ from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import read_entry
 from shoal.ledger.run import RunCreated
 from shoal.ledger.verdicts import Decision, VerdictGiven
-from shoal.monitors.no_signal import BY_LIMIT, cause_or_collapse
+from shoal.monitors.learning import BY_LIMIT, cause_or_collapse
 from shoal.protocol.branching import is_continued_slot
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError

@@ -14,7 +14,7 @@ from typing import Any
 from shoal.config.validate_algorithm import MIN_STEP_ROLLOUTS, lr_misfit
 from shoal.evaluation_files import Heldout, interval_of, why_not_comparable
 from shoal.monitors.inputs import is_number
-from shoal.monitors.no_signal import began_below_limit
+from shoal.monitors.learning import began_below_limit
 from shoal.terminal import docs_page
 
 PAGE = "docs/how-to/the-reward-does-not-rise.md"

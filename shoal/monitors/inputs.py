@@ -1,8 +1,5 @@
-"""What monitors look at: the metrics and the log's digest of the steps so far, as a value; what they find; and robust
-statistics of both.
-
-Made by `launch/alarms`, by tests and by `benchmarks/monitors.py`. It reads no file and no clock.
-"""
+"""Inputs of monitors: the metrics and the log's digest of the steps so far, as a value; what monitors find; and robust
+statistics of both."""
 
 import math
 from bisect import bisect_left

@@ -1,7 +1,6 @@
-"""What the log says of each training step, in few numbers: who was refused, who influenced it, who was late, who differed.
+"""Statistics of each training step from the log's events: who was refused, who influenced it, who was late, who differed.
 
-Fed with the log's events in order by `launch/alarms`; monitors read the digests of the newest steps. It keeps only what
-is needed for the next event, so that its size depends on the steps it keeps, not on the log. It decides nothing.
+Only what the next event needs is kept, so that the size depends on the steps that are kept, not on the log.
 """
 
 import math

@@ -77,9 +77,7 @@ def workers_needed(
 
 # --- From a run file and a number of machines to a forecast ---
 #
-# Sizes, a simulation, and how many workers are enough.
-#
-# What is not given is assumed, and named as such. It measures nothing.
+# What is not given is assumed, and named as such.
 
 
 BYTES_PER_S = 1e6 / 8

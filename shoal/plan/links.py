@@ -1,16 +1,37 @@
-"""Links of the simulated network, and the relays that share them."""
+"""Simulated time, the links of the simulated network, and the relays that share them."""
 
+import heapq
+import itertools
 import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from shoal.plan.event_queue import Clock
 from shoal.plan.simulation_input import SimulationInput
 
-# --- Transfers that share links, in simulated time ---
-#
-# Each moment has the rates that are max-min fair.
+
+class Clock:
+    """The present, in seconds, and what comes later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._order, self._later = itertools.count(), list[tuple[float, int, Callable[[], None]]]()
+
+    def after(self, wait_s: float, then: Callable[[], None]) -> None:
+        """Let something happen after this time; of two things at the same time, the first that was planned comes first."""
+        heapq.heappush(self._later, (self.now + wait_s, next(self._order), then))
+
+    def next_at(self) -> float:
+        """When the next thing happens; infinite if there is none."""
+        return self._later[0][0] if self._later else math.inf
+
+    def go_on(self) -> None:
+        """Let the next thing happen."""
+        self.now, _, then = heapq.heappop(self._later)
+        then()
+
+
+# --- Transfers that share links, at rates that are max-min fair ---
 #
 # A link is a name with a capacity, such as a worker's downlink or the uplinks of all relays together: a client takes
 # chunks from several sources at once, so they are one link to it.
@@ -91,10 +112,9 @@ def _time_left(flow: Flow) -> float:
 
 # --- The relays of a simulated run ---
 #
-# Few relays take each version from the origin, and pass on each chunk that they have.
-#
-# Clients take chunks from all relays at once, so their uplinks are one link; see `flows`. Each relay fetches the chunks
-# in a random order, so together they have all of them before any of them has.
+# They take each version from the origin, and pass on each chunk that they have. Clients take chunks from all relays at
+# once, so their uplinks are one link. Each relay fetches the chunks in a random order, so together they have all of them
+# before any of them has.
 
 
 @dataclass

@@ -27,9 +27,9 @@ from shoal.protocol.constants import (
 )
 from shoal.protocol.encoding import digest
 from shoal.run_folder import RunFolder, is_url
-from shoal.weights.disk_quota import disk_limit, room_for_version
 from shoal.weights.fetch.chunks import NotStored
 from shoal.weights.fetch.fetch import fetch_version
+from shoal.weights.fetch.version_directory import disk_limit, room_for_version
 from shoal.weights.manifest import ManifestError, open_manifest
 from shoal.weights.memory_limit import share_of_free_mb
 
@@ -309,7 +309,7 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
     try:
         # guard: room-for-audited-weights
         return await fetch_version(
-            data, version, [chunks], into, run=state.run, publishers=state.publishers, now=None, root=record.root,
+            data, version, [chunks], into, run=state.run, publishers=state.publishers, root=record.root,
             max_bytes=room_bytes, keep=1, on_blame=lambda name, reason: None, signed_of=signed_of,
         )  # fmt: skip
     except NotStored as error:

@@ -1,6 +1,6 @@
 """What a batch shows of reward hacking, as metrics: do its rollouts repeat themselves, and does reward follow length?
 
-`shoal/monitors/reward_hacking` judges the figures. Nothing is learned from them.
+`hacking` of `shoal/monitors/learning` judges the figures. Nothing is learned from them.
 
 Axes: P policy tokens of a rollout.
 """

@@ -1,7 +1,6 @@
-"""What a check can read, and what it can answer. Each check gets one `Context`, with tools that a role provides.
+"""Context of a check: what it can read, computed once when it is first needed, and what it can answer.
 
-The environments, their replay and the model are in other rooms, so a role passes them in, and a check sees only what is in
-this file. Everything is computed when a check first asks for it, and only once.
+Environments, replay and model are in other rooms: a role passes them in as `Tools`.
 
 Axes: G rollouts of a group, T tokens of a rollout, P tokens of a rollout that the policy wrote.
 """
@@ -116,15 +115,6 @@ class ReplayedRollout(FaultReport, Protocol):
     def steps(self, credit: StepCredit) -> StepRewards:
         """What its turns or steps earn, as the run's credit asks."""
         ...
-
-
-class CheckModule(Protocol):
-    """The interface of a file in `checks/`."""
-
-    NAME: str
-    SEVERITY: Severity
-
-    def check(self, group: Group, ctx: "Context") -> CheckFailure | None: ...
 
 
 @dataclass(frozen=True)
@@ -321,6 +311,14 @@ class Context:
     def requests(self, group: Group) -> list[ScoreRequest]:
         """What the engine must prefill to replay the group's sampling: each row of each rollout with its own seed."""
         return score_requests(self.slot, group, self.branches)
+
+
+class GroupCheck(NamedTuple):
+    """A check of a group: its name in verdicts, and how grave a failure is that is not mild."""
+
+    name: str
+    severity: Severity
+    run: Callable[[Group, Context], CheckFailure | None]
 
 
 @dataclass(frozen=True)

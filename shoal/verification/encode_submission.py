@@ -1,4 +1,7 @@
-"""The bytes of a `Submission` from a worker's groups, with proofs of activations if the run asks for them."""
+"""Encoding of a worker's groups as the bytes of a `Submission`.
+
+Sampling proofs cost no bytes, because the seeds of the lease fix the choice. A run may also ask for proofs of activations.
+"""
 
 from collections.abc import Sequence
 

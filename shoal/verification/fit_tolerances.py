@@ -16,7 +16,7 @@ from shoal.algos.toploc import ChunkFigures
 from shoal.errors import StateError
 from shoal.protocol.messages import Bounds
 from shoal.protocol.tolerances import MEAN_OF_LOGPROB
-from shoal.verification.checks.activations import least_bound, most_mismatched
+from shoal.verification.audit_checks import least_bound, most_mismatched
 
 FAR_PERCENTILE = 0.9999
 """Quantile of the gaps, and of the log-prob differences, to which the safety factor is applied."""

@@ -1,6 +1,6 @@
 """Compare a group's verdict in the log with an auditor's own verdict on the same bytes.
 
-It compares checks, outcomes, rewards, their steps, and tokens, but no figures, because they depend on the machine.
+Checks, outcomes, rewards, their steps, and tokens are compared. Figures are not, because they depend on the machine.
 """
 
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from itertools import zip_longest
 
 from shoal.protocol.env_faults import fault_indices, fault_key
 from shoal.protocol.messages import GroupVerdict, StepRewards
-from shoal.verification.verify import AUDIT
+from shoal.verification.audit_checks import AUDIT
 
-NEEDS_MODEL = frozenset(module.NAME for module in AUDIT)
+NEEDS_MODEL = frozenset(check.name for check in AUDIT)
 """Checks that cannot be repeated without the weights."""
 
 

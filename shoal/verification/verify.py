@@ -1,7 +1,6 @@
-"""Judge a submission: return one verdict for each slot of its lease, whatever bytes came in.
+"""Verdicts on a submission: one for each slot of its lease, whatever bytes came in.
 
-It uses neither network nor model; `Tools` provides what it needs. A stranger's fault is returned as data. An exception
-means that the fault is ours.
+A stranger's fault is returned as data. An exception means that the fault is ours.
 
 Checks that need no model run on every group, in order, and the first failure decides. Groups that pass and are drawn
 for audit share one prefill; the audit checks read its scores. There the first hard failure decides, or else the first.
@@ -18,29 +17,10 @@ from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError, from_msgpack
 from shoal.protocol.env_faults import fault_indices
 from shoal.protocol.messages import Check, Group, GroupRecord, GroupVerdict, Record, Submission, Verdict
-from shoal.verification.checks import (
-    activations,
-    completeness,
-    ending,
-    environment,
-    format,
-    lease,
-    logprobs,
-    prompt,
-    reward_range,
-    sampling,
-)
-from shoal.verification.context import CheckFailure, CheckModule, Context, Tools, by_group
+from shoal.verification.audit_checks import AUDIT, figures_of, leaning_of
+from shoal.verification.context import CheckFailure, Context, GroupCheck, Tools, by_group
 from shoal.verification.encode_submission import largest_submission_bytes
-
-# guard: check-shape, check-lease, check-prompt, check-environment, check-reward, check-ending, check-complete
-MODEL_FREE: tuple[CheckModule, ...] = (format, lease, prompt, environment, reward_range, ending, completeness)
-"""Run on every group, in this order: each check relies on those before it."""
-
-# guard: check-sampling, check-logprobs, check-activations
-AUDIT: tuple[CheckModule, ...] = (sampling, logprobs, activations)
-"""Run on the groups drawn for audit, all from one prefill."""
-
+from shoal.verification.model_free import MODEL_FREE, SHAPE
 
 STOPPED = "the sandbox stopped the environment"
 """Why a slot is void that another machine might be able to judge."""
@@ -59,11 +39,11 @@ def verify_submission(
     submission = _open(body, check, tools)
     slots = [slot for block in check.lease.blocks for slot in block.slots]
     if isinstance(submission, CheckFailure):
-        return Verdict(check.id, tuple(_refuse(slot.slot, format, submission) for slot in slots))
+        return Verdict(check.id, tuple(_refuse(slot.slot, SHAPE, submission) for slot in slots))
 
     proofs = submission.proofs or (b"",) * len(slots)
     recorded = _open_record(record, check, tools)
-    if isinstance(recorded, CheckFailure):
+    if isinstance(recorded, str):
         return Verdict(check.id, tuple(_void(slot.slot, recorded) for slot in slots))
     continued = [(parents or {})[slot.parent.digest] if slot.parent else None for slot in slots]
     contexts = [
@@ -131,18 +111,18 @@ def _open(body: bytes, check: Check, tools: Tools) -> Submission | CheckFailure:
     return submission
 
 
-def _open_record(record: bytes, check: Check, tools: Tools) -> tuple[GroupRecord, ...] | CheckFailure:
-    """The host's record of a lease, group by group; none in a run whose workers play. A wrong one is the host's fault."""
+def _open_record(record: bytes, check: Check, tools: Tools) -> tuple[GroupRecord, ...] | str:
+    """The host's record of a lease, group by group, none in a run whose workers play; or what is wrong with it."""
     if all(block.kind != COMPLETIONS for block in check.lease.blocks):
         return ()
     try:
         found = from_msgpack(record, Record)
     except WireError:
-        return CheckFailure(-1, -1, 0, 0, "the host's record of the lease is not a msgpack Record")
+        return "the host's record of the lease is not a msgpack Record"
     due = [slot.slot for block in check.lease.blocks for slot in block.slots]
     said = (found.run, found.lease, found.version, [group.slot for group in found.groups])
     if said != (tools.info.run, check.lease.id, check.lease.version, due):  # guard: record-of-the-lease
-        return CheckFailure(-1, -1, 0, 0, "the host's record is of another lease")
+        return "the host's record is of another lease"
     return found.groups
 
 
@@ -166,37 +146,32 @@ def _prefill(audited: Sequence[tuple[Group, Context]], tools: Tools) -> None:
 def _judge_without_model(group: Group | CheckFailure, ctx: Context) -> GroupVerdict:
     """Run the checks that need no model. A slot that nobody can fill, or that we cannot replay, is void."""
     if isinstance(group, CheckFailure):
-        return _refuse(ctx.slot.slot, format, group)
+        return _refuse(ctx.slot.slot, SHAPE, group)
     try:
         if why := ctx.unplayable():  # guard: unplayable-is-void
-            return _void(ctx.slot.slot, CheckFailure(-1, -1, 0, 0, why))
-        return _first_failure(MODEL_FREE, group, ctx) or _accept(group, ctx)
+            return _void(ctx.slot.slot, why)
+        for check in MODEL_FREE:
+            if (failure := check.run(group, ctx)) is not None:
+                return _refuse(ctx.slot.slot, check, failure)
+        return _accept(group, ctx)
     except Undecided:
         # guard: undecided-is-void
-        return GroupVerdict(ctx.slot.slot, False, "void", REPLAY, STOPPED)
+        return _void(ctx.slot.slot, STOPPED, REPLAY)
 
 
 def _judge_with_model(group: Group, ctx: Context) -> GroupVerdict:
     """Run all checks that read `ctx.scores`, so that a mild failure of one cannot hide a hard failure of another."""
     if not group.rollouts:  # nothing was due
         return msgspec.structs.replace(_accept(group, ctx), audited=True)
-    failures = [(module, module.check(group, ctx)) for module in AUDIT]
-    found = [_refuse(ctx.slot.slot, module, failure) for module, failure in failures if failure is not None]
+    failures = [(check, check.run(group, ctx)) for check in AUDIT]
+    found = [_refuse(ctx.slot.slot, check, failure) for check, failure in failures if failure is not None]
     hard = (verdict for verdict in found if verdict.outcome == "hard")
     verdict = next(hard, found[0] if found else _accept(group, ctx))
-    figures, leaning = sampling.figures_of(ctx), logprobs.leaning_of(group, ctx)
+    figures, leaning = figures_of(ctx), leaning_of(group, ctx)
     return msgspec.structs.replace(
         verdict, audited=True, flipped=figures.flipped, gap_sum=figures.gap_sum,
         off_sum=leaning.plain, off_weighted=leaning.weighted,
     )  # fmt: skip
-
-
-def _first_failure(checks: Sequence[CheckModule], group: Group, ctx: Context) -> GroupVerdict | None:
-    for module in checks:
-        failure = module.check(group, ctx)
-        if failure is not None:
-            return _refuse(ctx.slot.slot, module, failure)
-    return None
 
 
 def _accept(group: Group, ctx: Context) -> GroupVerdict:
@@ -211,17 +186,17 @@ def _accept(group: Group, ctx: Context) -> GroupVerdict:
     )
 
 
-def _void(slot: int, failure: CheckFailure) -> GroupVerdict:
-    """Of a slot that no worker could fill."""
-    return GroupVerdict(slot, False, "void", environment.NAME, failure.detail)
+def _void(slot: int, why: str, check: str = "environment") -> GroupVerdict:
+    """Of a slot that no worker could fill, or that we cannot replay."""
+    return GroupVerdict(slot, False, "void", check, why)
 
 
-def _refuse(slot: int, module: CheckModule, failure: CheckFailure) -> GroupVerdict:
+def _refuse(slot: int, check: GroupCheck, failure: CheckFailure) -> GroupVerdict:
     return GroupVerdict(
         slot=slot,
         audited=False,
-        outcome="soft" if failure.mild else module.SEVERITY,
-        check=module.NAME,
+        outcome="soft" if failure.mild else check.severity,
+        check=check.name,
         detail=failure.detail,
         rollout=failure.rollout,
         position=failure.position,

@@ -1,8 +1,7 @@
 """The base of a run's adapters: files that are the same in each version's directory, under several names of one file.
 
 A base may have many gigabytes, so it is fetched, stored and hashed once: a file that is neither written nor replaced is
-known by its place on the disk, its size and its date; of all tensors, with the files' names and the index. It speaks to no
-network itself: `models/hub_subprocess` fetches from hubs.
+known by its place on the disk, its size and its date; of all tensors, with the files' names and the index.
 """
 
 import asyncio
@@ -23,10 +22,7 @@ from shoal.protocol import encoding
 from shoal.protocol.messages import FileEntry, Manifest
 from shoal.weights.delta.tensor_codes import Weights, coded_directory, cores, digests_of, root_of
 from shoal.weights.file_ranges import Span, copy_span
-from shoal.weights.manifest import root_over
-
-MANIFEST_FILE = ".manifest"
-"""A file in each directory: the manifest it was made from, so that a later version can reuse its chunks unread."""
+from shoal.weights.manifest import is_of_base, manifests_here, root_over
 
 OF_HUBS = ".hub"
 """Folder beside the versions for what a node fetches from a hub: there it counts as what the versions take of the disk."""
@@ -88,9 +84,7 @@ def file_digest(path: Path) -> str:
 
 def entries_of_base(manifest: Manifest) -> list[FileEntry]:
     """The files with the base's weights that a manifest of an adapter names; none for a whole policy."""
-    if manifest.base is None:
-        return []
-    return [e for e in manifest.files if e.path.endswith(".safetensors") and e.path != lora_config.WEIGHTS]
+    return [entry for entry in manifest.files if is_of_base(entry.path)] if manifest.base is not None else []
 
 
 def bases_here(folder: Path, manifest: Manifest, model: Path | None = None) -> dict[str, Path]:
@@ -100,16 +94,12 @@ def bases_here(folder: Path, manifest: Manifest, model: Path | None = None) -> d
     Raises `PeerError` if a version of the same run that is here is an adapter of another base.
     """
     found: dict[str, Path] = {}
-    for known in sorted(folder.glob(f"v*/{MANIFEST_FILE}"), reverse=True):
-        try:
-            other = encoding.from_json(known.read_bytes(), Manifest)
-        except (encoding.WireError, OSError):
-            continue  # damaged, or deleted meanwhile
+    for directory, other in reversed([*manifests_here(folder)]):
         if other.run == manifest.run and other.base is not None:
             demand_same_base(manifest, other)
         entries = {entry.path: entry for entry in entries_of_base(other)}
         for entry in entries_of_base(manifest):
-            path = known.parent / entry.path
+            path = directory / entry.path
             if entry.path not in found and entries.get(entry.path) == entry and _is_right(path, entry):
                 found[entry.path] = path
     for entry in entries_of_base(manifest):

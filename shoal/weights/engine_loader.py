@@ -15,8 +15,8 @@ from shoal.protocol.constants import MODEL_STOPS, VLLM
 from shoal.protocol.messages import RunInfo
 from shoal.protocol.required_features import ADAPTERS, CODED_BASE
 from shoal.protocol.tolerances import engine_kind, unmeasured
-from shoal.weights.delta.apply import root_here
 from shoal.weights.delta.tensor_codes import coded_directory, cores, root_of
+from shoal.weights.fetch.version_directory import root_here
 
 # --- Whether an engine that a user chose may take part in a run ---
 #

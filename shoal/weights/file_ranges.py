@@ -4,6 +4,7 @@ A chunk that is a whole file of the trainer's is not copied, but gets a second n
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,13 @@ def copy_span(span: Span, target: Path) -> None:
 
 def append_span(span: Span, target: int) -> None:
     """Write the bytes of a span to an open file, at its position. Raises OSError, also if the source is too short."""
+    for data in read_span(span):
+        while data:
+            data = data[os.write(target, data) :]
+
+
+def read_span(span: Span) -> Iterator[memoryview]:
+    """The bytes of a span, in parts that are valid until the next is read. Raises OSError if the source is too short."""
     buffer, left = memoryview(bytearray(min(span.size, _COPY_BYTES))), span.size
     with span.path.open("rb", buffering=0) as file:
         file.seek(span.start)
@@ -42,6 +50,4 @@ def append_span(span: Span, target: int) -> None:
             if not read:
                 raise OSError(f"{span.path} is shorter than {span.start + span.size} bytes")
             left -= read
-            data = buffer[:read]
-            while data:
-                data = data[os.write(target, data) :]
+            yield buffer[:read]

@@ -2,7 +2,7 @@
 fetched."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +55,9 @@ MOST_FILES = 1000
 MOST_PATCHES = 8
 """Patches of one version, each from another base."""
 
+MANIFEST_FILE = ".manifest"
+"""A file in each directory: the manifest it was made from, so that a later version can reuse its chunks unread."""
+
 _NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(\.[A-Za-z0-9_-]{1,40}){0,4}\.(json|safetensors|jinja|txt|model)", re.ASCII
 )
@@ -69,9 +72,14 @@ def is_publishable(name: str) -> bool:
     return bool(_NAME.fullmatch(name))
 
 
+def is_weights(name: str) -> bool:
+    """Whether a file of a version holds weights."""
+    return name.endswith(".safetensors")
+
+
 def is_whole(manifest: Manifest) -> bool:
     """Whether the version's weights are among its files, so that nothing else is needed."""
-    return any(entry.path.endswith(".safetensors") for entry in manifest.files)
+    return any(is_weights(entry.path) for entry in manifest.files)
 
 
 def chunks_of(manifest: Manifest) -> set[str]:
@@ -135,10 +143,14 @@ def demand_time(manifest: Manifest, now: float | None, issued_since: float) -> N
         )
 
 
+def is_of_base(name: str) -> bool:
+    """Whether a file of an adapter's version holds weights of its base."""
+    return is_weights(name) and name != lora_config.WEIGHTS
+
+
 def is_from_hub(entry: FileEntry, manifest: Manifest) -> bool:
     """Whether each node gets a file from a hub by itself: the base's weights, if the manifest says where they are."""
-    is_base = entry.path.endswith(".safetensors") and entry.path != lora_config.WEIGHTS
-    return manifest.base is not None and manifest.base.source != "" and is_base
+    return manifest.base is not None and manifest.base.source != "" and is_of_base(entry.path)
 
 
 def demand_file(entry: FileEntry, manifest: Manifest) -> None:
@@ -153,7 +165,7 @@ def demand_file(entry: FileEntry, manifest: Manifest) -> None:
             raise ManifestError("malformed", f"manifest gives {entry.path} of a hub an invalid size, hash or chunks")
     else:
         _demand_chunks(entry, manifest.chunk_bytes)
-    if not entry.path.endswith(".safetensors") and entry.size > MAX_PLAIN_BYTES:  # guard: plain-file-size
+    if not is_weights(entry.path) and entry.size > MAX_PLAIN_BYTES:  # guard: plain-file-size
         raise ManifestError(
             "too-long",
             f"manifest gives {entry.path} {entry.size} bytes, limit {MAX_PLAIN_BYTES} for a file without weights",
@@ -215,7 +227,7 @@ def _demand_base(manifest: Manifest, base: AdapterBase) -> None:
         raise ManifestError(
             "malformed", f"manifest names the base {base.root[:16]!r} of {base.source[:100]!r}: invalid"
         )
-    weights = [entry.path for entry in manifest.files if entry.path.endswith(".safetensors")]
+    weights = [entry.path for entry in manifest.files if is_weights(entry.path)]
     if lora_config.WEIGHTS not in weights or len(weights) < 2 or manifest.patches:
         raise ManifestError(
             "malformed",
@@ -254,11 +266,8 @@ def demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
 
 # --- Manifests ---
 #
-# The signed list of what a policy version consists of. Makes them, and refuses wrong ones.
-#
-# It uses no network and no clock. The weights root covers only the published tensors, so it depends on the policy and
-# nothing else. The manifest around it says in which files and chunks they come, who signs for that, and until when.
-# `demands` says what its fields must fulfil.
+# The weights root covers only the published tensors, so it depends on the policy and nothing else. The manifest around it
+# says in which files and chunks they come, who signs for that, and until when.
 
 
 PURPOSE = "manifest"
@@ -382,3 +391,13 @@ def _demand_publisher(key: str, publishers: Publishers, manifest: Manifest) -> N
         raise ManifestError(
             "wrong-key", f"manifest of version {manifest.version}: its signer {key[:16]} {flaw}; use another source"
         )
+
+
+def manifests_here(folder: Path) -> Iterator[tuple[Path, Manifest]]:
+    """The directories of whole versions in a folder, by name, and their manifests. Damaged ones are left out."""
+    for known in sorted(folder.glob(f"v*/{MANIFEST_FILE}")):
+        try:
+            manifest = encoding.from_json(known.read_bytes(), Manifest)
+        except (encoding.WireError, OSError):  # or deleted meanwhile
+            continue
+        yield known.parent, manifest

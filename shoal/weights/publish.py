@@ -1,7 +1,6 @@
-"""Publish a checkpoint directory: cut it into chunks and describe it in a manifest.
+"""Publication of a checkpoint directory: cut into chunks, which go to a sink, and described in a manifest.
 
-It reads one chunk at a time, so the size of the policy does not matter, and passes the chunks to a sink. A sink that
-already has a chunk may do nothing. It does not decide when to publish, and never changes the directory.
+One chunk is read at a time, so the size of the policy does not matter. The directory is never changed.
 """
 
 import asyncio
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from shoal.errors import StateError, cause_of
-from shoal.models import lora_config
 from shoal.models.safetensors_header import Identity, identity_of
 from shoal.net.client import Client
 from shoal.protocol import constants, encoding
@@ -25,7 +23,7 @@ from shoal.weights.base_model import directory_root, file_digest
 from shoal.weights.delta.patch import CODEC, make_patch
 from shoal.weights.delta.tensor_codes import Weights, coded_directory, cores
 from shoal.weights.file_ranges import Span, copy_span
-from shoal.weights.manifest import MOST_FILES, POLICY_STREAM, is_publishable
+from shoal.weights.manifest import MOST_FILES, POLICY_STREAM, is_of_base, is_publishable, is_weights
 
 BIG_BYTES = 64 << 20
 """A smaller version is cut into chunks of MAX_CHUNK_BYTES: it takes a moment, and each request costs both sides time."""
@@ -162,7 +160,7 @@ async def publish(
         file = await _send(f"{base.version:06d}.patch", data, sink, chunk_bytes, known)
         patches.append(Patch(base.version, base.root, CODEC, file))
     if patches and not whole:
-        paths = [path for path in paths if path.suffix != ".safetensors"]
+        paths = [path for path in paths if not is_weights(path.name)]
     return Manifest(
         run=run,
         stream=POLICY_STREAM,
@@ -173,7 +171,7 @@ async def publish(
         files=tuple(
             [
                 await asyncio.to_thread(_named, path)
-                if adapts and adapts.source and path.suffix == ".safetensors" and path.name != lora_config.WEIGHTS
+                if adapts and adapts.source and is_of_base(path.name)
                 else await _send_file(path, sink, chunk_bytes, known, described)
                 for path in paths
             ]
@@ -215,7 +213,7 @@ async def _send_file(
             size = os.fstat(file.fileno()).st_size
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         entry = await _send(path.name, data, sink, chunk_bytes, known, path)
-        if described is not None and path.suffix == ".safetensors":
+        if described is not None and is_weights(path.name):
             if len(described) > MOST_FILES:
                 described.clear()
             described[of] = entry

@@ -11,7 +11,7 @@ from shoal.algos import toploc
 from shoal.algos.field_polynomials import PRIME, evaluate, interpolate
 from shoal.algos.toploc import CHUNK_TOKENS, compare, prove, top_k
 from shoal.config import ACTIVATION_ERROR
-from shoal.verification.checks.activations import judge
+from shoal.verification.audit_checks import judge_activations
 
 GOLDEN = json.loads(Path(__file__).with_name("toploc_golden.json").read_text())
 """Made by the python package toploc 0.1.6: benchmarks/peers/toploc_golden.py."""
@@ -29,7 +29,7 @@ def from_codes(codes):
 
 def passes(hidden, proof, bound=FP32):
     figures = compare(hidden, proof)
-    return not isinstance(figures, str) and judge(figures, bound) is None
+    return not isinstance(figures, str) and judge_activations(figures, bound) is None
 
 
 # --- the published format ---

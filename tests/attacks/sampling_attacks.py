@@ -12,7 +12,7 @@ from shoal.envs.play import EpisodeAttempt, play
 from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import ENVIRONMENT, POLICY, Group, Rollout
 from shoal.protocol.seed_chain import sample_seed
-from shoal.verification.checks.sampling import FAR
+from shoal.verification.audit_checks import FAR
 from tests.attacks.attack import Attack, OtherEngine, prefilled, with_rollouts
 from tests.attacks.attack_fixture import World, altered, halve, lease_of, load_engine, round_to_int4
 

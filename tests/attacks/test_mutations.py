@@ -28,8 +28,9 @@ from shoal.protocol.encoding import digest, from_json, from_msgpack, to_json, to
 from shoal.protocol.signing import RequestLine, sign_request, verify_signature
 from shoal.roles.coordinator.calls import application
 from shoal.train.rows import rows_of_group
+from shoal.verification.audit_checks import AUDIT
 from shoal.verification.encode_submission import largest_submission_bytes
-from shoal.verification.verify import AUDIT, MODEL_FREE
+from shoal.verification.model_free import MODEL_FREE
 from tests.attacks.attack_fixture import RULES, World, lease_of, load_engine, make_policy
 from tests.attacks.fuzz import KINDS, Specimens, mutated
 from tests.roles.in_memory_run import URL, Town, tiny_run
@@ -138,7 +139,7 @@ class Fuzzer:
 
     def told(self) -> str:
         """Counts by kind and outcome."""
-        names = (ACCEPTED, *(check.NAME for check in (*MODEL_FREE, *AUDIT) if check.NAME in self.checks))
+        names = (ACCEPTED, *(check.name for check in (*MODEL_FREE, *AUDIT) if check.name in self.checks))
         lines = [f"{kind:8}" + "".join(f"{self.outcomes[kind, name]:12}" for name in names) for kind in KINDS]
         return "\n".join([f"{self.name:8}" + "".join(f"{name:>12}" for name in names), *lines])
 
@@ -206,7 +207,7 @@ def fuzz(fuzzer: Fuzzer, num: int) -> None:
 def test_mutated_submissions_are_judged_and_pass_only_as_honest(tmp_path, proofs):
     fuzzer = Fuzzer(make_world(tmp_path, proofs), proofs)
     fuzz(fuzzer, 1_500)
-    reached = {check.NAME for check in (*MODEL_FREE, *AUDIT)} - {"reward"}  # which no submission can cause
+    reached = {check.name for check in (*MODEL_FREE, *AUDIT)} - {"reward"}  # which no submission can cause
     assert fuzzer.checks == {ACCEPTED, *(reached - {"activations"} if proofs == "none" else reached)}
 
 

@@ -11,7 +11,7 @@ from shoal.envs.replay import replay_group
 from shoal.envs.rollout import Conversation
 from shoal.models.random_model import make_tiny
 from shoal.protocol.messages import Block, Sampling, Slot
-from shoal.verification.checks import format
+from shoal.verification.model_free import shape
 from tests.envs.conftest import RandomEngine
 from tests.envs.silent import Silent, with_template
 
@@ -34,7 +34,7 @@ def test_turns_without_words_between_them_are_one_turn_with_one_limit(bare):
     ctx = SimpleNamespace(
         rules=SimpleNamespace(group_size=8), tools=SimpleNamespace(renderer=bare), sampling=SAMPLING, due=8
     )
-    assert [format.check(group, ctx) for group in groups] == [None] * 30
+    assert [shape(group, ctx) for group in groups] == [None] * 30
     for group in groups:
         assert {r.problem for r in replay_group(env, bare, env.task(group.task), group.rollouts, SAMPLING)} == {""}
     asked = {request.max_new for call in engine.calls for request in call}

@@ -29,7 +29,7 @@ from shoal.ledger.commands import Admin
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import ENDED_CALLS, SILENT_REMEDY, split_remedy
 from shoal.ledger.run import NO_SIGNAL
-from shoal.monitors.no_signal import BY_LIMIT, FALLEN
+from shoal.monitors.learning import BY_LIMIT, FALLEN
 from shoal.net.key_files import load_or_make_key
 from shoal.run_folder import RunFolder
 from shoal.runs.run_status import NO_STATUS, own_keys, suspended_process

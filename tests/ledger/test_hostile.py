@@ -24,7 +24,8 @@ from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.encoding import digest
 from shoal.protocol.message_sizes import most_lease_blocks
 from shoal.protocol.messages import GroupVerdict, Join, Verdict
-from shoal.verification.verify import AUDIT, MODEL_FREE
+from shoal.verification.audit_checks import AUDIT
+from shoal.verification.model_free import MODEL_FREE
 from tests.ledger.ledger_fixture import TRAINER, World
 
 WORKER = "a" * 64
@@ -371,7 +372,7 @@ def test_a_refusal_names_one_of_the_runs_checks(court, outcome, check):
 
 
 def test_the_names_of_checks_in_the_rules_equal_those_of_the_checks():
-    assert {module.NAME for module in (*MODEL_FREE, *AUDIT)} == set(CHECKS) - {REPLAY}
+    assert {check.name for check in (*MODEL_FREE, *AUDIT)} == set(CHECKS) - {REPLAY}
 
 
 def test_a_fast_worker_gets_no_more_than_fits_into_its_messages(tmp_path):

@@ -7,11 +7,10 @@ import msgspec
 import pytest
 
 from shoal.ledger.hints import SILENT_REMEDY
-from shoal.monitors import no_signal
-from shoal.monitors.alarm_state import BETWEEN, MONITORS, AlarmState
+from shoal.monitors import learning
+from shoal.monitors.alarms import BETWEEN, MONITORS, AlarmState, MonitorConfig, RunMonitors
 from shoal.monitors.inputs import FIRST_LINES, KEPT_LINES, HeldoutResult, Machine, MonitorInputs
 from shoal.monitors.log_stats import StepDigest
-from shoal.monitors.run_monitors import MonitorConfig, RunMonitors
 from tests.monitors.series import WORKERS, honest_digests, honest_lines, views
 
 FROM = 40
@@ -467,52 +466,52 @@ def test_groups_without_signal_are_told_before_the_run_pauses():
 
 
 @pytest.mark.parametrize(
-    ("rate", "reward", "remedy"), [(0.9, 1.0, no_signal.EASY), (0.9, 0.0, no_signal.FALLEN), (0.1, 0.0, no_signal.HARD)]
+    ("rate", "reward", "remedy"), [(0.9, 1.0, learning.EASY), (0.9, 0.0, learning.FALLEN), (0.1, 0.0, learning.HARD)]
 )
 def test_groups_without_signal_are_too_easy_only_if_their_rewards_did_not_fall(rate, reward, remedy):
     lines = [line | {"solve_rate": rate, "reward_all_mean": rate} for line in honest_lines(8, 20)]
-    (found,) = no_signal.look(
+    (found,) = learning.no_signal(
         MonitorInputs(lines=lines, machine=Machine(now=1.0, flat_groups=60, flat_reward=reward), max_flat_groups=64)
     )
     assert found.remedy == remedy
 
 
-@pytest.mark.parametrize(("rates", "remedy"), [((0.5, 0.47, 0.006), no_signal.FALLEN), ((0.1, 0.02), no_signal.HARD)])
+@pytest.mark.parametrize(("rates", "remedy"), [((0.5, 0.47, 0.006), learning.FALLEN), ((0.1, 0.02), learning.HARD)])
 def test_a_policy_that_has_collapsed_is_not_told_to_take_easier_tasks(rates, remedy):
     lines = [
         line | {"solve_rate": rate, "reward_all_mean": rate}
         for rate, line in zip(rates, honest_lines(8, 3), strict=False)
     ]
     machine = Machine(now=1.0, flat_groups=60, flat_reward=0.0)
-    (found,) = no_signal.look(MonitorInputs(lines=lines, machine=machine, max_flat_groups=64))
+    (found,) = learning.no_signal(MonitorInputs(lines=lines, machine=machine, max_flat_groups=64))
     assert found.remedy == remedy
-    (found,) = no_signal.look(MonitorInputs(lines=lines, machine=machine, max_flat_groups=64, moving_tasks=True))
-    assert found.remedy == no_signal.HARD, "tasks that follow the solve rate may be harder now"
+    (found,) = learning.no_signal(MonitorInputs(lines=lines, machine=machine, max_flat_groups=64, moving_tasks=True))
+    assert found.remedy == learning.HARD, "tasks that follow the solve rate may be harder now"
     costs = [line | {"reward_all_mean": -0.4} for line in lines]
     machine = Machine(now=1.0, flat_groups=60, flat_reward=-0.4)
-    (found,) = no_signal.look(MonitorInputs(lines=costs, machine=machine, max_flat_groups=64))
-    assert found.remedy == no_signal.HARD
+    (found,) = learning.no_signal(MonitorInputs(lines=costs, machine=machine, max_flat_groups=64))
+    assert found.remedy == learning.HARD
 
 
 def test_the_remedy_for_groups_without_signal_is_what_ended_their_rollouts():
     why = "A token limit ended 64 of the 64 rollouts: raise sampling.max_turn_tokens = 4"
     machine = Machine(now=1.0, flat_groups=60, why_flat=why)
-    (found,) = no_signal.look(MonitorInputs(machine=machine, max_flat_groups=64))
+    (found,) = learning.no_signal(MonitorInputs(machine=machine, max_flat_groups=64))
     said = "Raise sampling.max_turn_tokens = 4. A token limit ended 64 of the 64 rollouts"
     assert found.remedy == said, "what to change comes before what a small terminal cuts"
     solved = [line | {"solve_rate": 0.9} for line in honest_lines(8, 20)]
-    (found,) = no_signal.look(MonitorInputs(lines=solved, machine=machine, max_flat_groups=64))
-    assert found.remedy == f"{said}. {no_signal.FALLEN}"
-    for ended, remedy in ((why, no_signal.FALLEN), ("Errors of it", f"Errors of it. {no_signal.FALLEN}")):
+    (found,) = learning.no_signal(MonitorInputs(lines=solved, machine=machine, max_flat_groups=64))
+    assert found.remedy == f"{said}. {learning.FALLEN}"
+    for ended, remedy in ((why, learning.FALLEN), ("Errors of it", f"Errors of it. {learning.FALLEN}")):
         machine = Machine(now=1.0, flat_groups=60, why_flat=ended)
         grown = [line | {"overlong_share": share} for share, line in zip((0.0, *[0.9] * 19), solved, strict=False)]
-        (found,) = no_signal.look(MonitorInputs(lines=grown, machine=machine, max_flat_groups=64))
+        (found,) = learning.no_signal(MonitorInputs(lines=grown, machine=machine, max_flat_groups=64))
         assert found.remedy == remedy, "a limit that ended none of the first step is a symptom"
     line = {"step": 9, "zero_signal_share": 0.95, "solve_rate": 0.1}
-    (found,) = no_signal.look(MonitorInputs(lines=[line | {"overlong_share": 0.8}]))
+    (found,) = learning.no_signal(MonitorInputs(lines=[line | {"overlong_share": 0.8}]))
     assert "a token limit ended 80%" in found.remedy and "sampling.max_turn_tokens" in found.remedy
-    assert [one.remedy for one in no_signal.look(MonitorInputs(lines=[line | {"overlong_share": 0.2}]))] == [
-        no_signal.HARD
+    assert [one.remedy for one in learning.no_signal(MonitorInputs(lines=[line | {"overlong_share": 0.2}]))] == [
+        learning.HARD
     ]
 
 
@@ -530,11 +529,11 @@ LONG_PROMPT = "its prompt takes 39 tokens, and sampling.max_tokens = 24 leaves n
 )
 def test_the_remedy_for_tasks_that_can_never_begin_is_no_larger_group(cause, advice):
     machine = Machine(now=1.0, flat_groups=60, unbegun_groups=55, unbegun_cause=cause)
-    (found,) = no_signal.look(MonitorInputs(machine=machine, max_flat_groups=64))
+    (found,) = learning.no_signal(MonitorInputs(machine=machine, max_flat_groups=64))
     assert f"55 of them can never begin; the last: {cause}. {advice}" in found.remedy
     assert "group_size" not in found.remedy
     few = Machine(now=1.0, flat_groups=60, unbegun_groups=5, unbegun_cause=cause)
-    assert [one.remedy for one in no_signal.look(MonitorInputs(machine=few, max_flat_groups=64))] == [no_signal.HARD]
+    assert [one.remedy for one in learning.no_signal(MonitorInputs(machine=few, max_flat_groups=64))] == [learning.HARD]
 
 
 # --- all ---

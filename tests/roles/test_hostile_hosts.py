@@ -11,7 +11,7 @@ from shoal.models.random_model import make_tiny
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.roles.worker.remote_env import AHEAD, EngineShare, PlayContext, play_blocks
-from shoal.verification.checks import format
+from shoal.verification.model_free import shape
 from tests.envs import silent
 from tests.envs.conftest import FakeEngine
 from tests.roles.in_memory_run import Town, tiny_run
@@ -52,7 +52,7 @@ def play(host, engine) -> t.Group:
 
 
 def blamed(group) -> str:
-    failure = format.check(group, CONTEXT)
+    failure = shape(group, CONTEXT)
     return failure.detail if failure is not None else ""
 
 

@@ -21,9 +21,8 @@ from shoal.protocol.messages import RunInfo
 from shoal.roles.coordinator.calls import application
 from shoal.run_folder import RunFolder
 from shoal.weights.fetch import scheduler, sources
-from shoal.weights.fetch.blocklist import UNREACHED_S
 from shoal.weights.fetch.fetch import fetch
-from shoal.weights.fetch.relay_sources import Relays
+from shoal.weights.fetch.relay_sources import UNREACHED_S, Relays
 from shoal.weights.fetch.sources import COORDINATOR, ORIGIN, sources_of
 from tests.net.wires import serving
 from tests.roles.in_memory_run import Town, tiny_run

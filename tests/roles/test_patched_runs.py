@@ -14,7 +14,7 @@ from shoal.protocol.messages import FileEntry, Manifest, Patch
 from shoal.roles.coordinator.retention import SLOWEST_LINE_BYTES_PER_S, versions_to_keep
 from shoal.roles.node.session import Session
 from shoal.runs import public_run
-from shoal.weights.delta.apply import follow
+from shoal.weights.fetch.version_directory import follow
 from shoal.weights.manifest import chunks_of, is_whole, weights_root
 from shoal.weights.publish import FolderSink
 from tests.roles.in_memory_run import Town, tiny_run

@@ -24,7 +24,7 @@ from shoal.roles.node.lease_client import demand_sound
 from shoal.roles.node.session import take_seat
 from shoal.roles.worker.worker import LATE
 from shoal.weights.fetch import transfer
-from shoal.weights.fetch.chunks import PartialChunk
+from shoal.weights.fetch.chunks import Chunk
 from tests.roles.forgery import bodies
 from tests.roles.in_memory_run import Town, tiny_run
 
@@ -267,15 +267,15 @@ def test_weights_are_waited_for_while_another_program_answers_in_the_hosts_place
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_node_whose_disk_is_full_waits_for_space_until_the_run_ends(tmp_path, monkeypatch, caplog, is_over):
     monkeypatch.setattr(evidence, "LONGEST_RETRY_S", 0.01)
-    town, place, tried = Town(tmp_path / "run", tiny_run(steps=1)), PartialChunk.place, []
+    town, take, tried = Town(tmp_path / "run", tiny_run(steps=1)), Chunk.take, []
 
-    def full(part, piece):
+    def full(piece, part):
         tried.append(piece)
         if len(tried) < 3 or is_over:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        place(part, piece)
+        take(piece, part)
 
-    monkeypatch.setattr(PartialChunk, "place", full)
+    monkeypatch.setattr(Chunk, "take", full)
     worker = town.worker("worker")
 
     async def story():

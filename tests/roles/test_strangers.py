@@ -11,7 +11,7 @@ from shoal.chat import isolated_tokenizer
 from shoal.chat.isolated import ContainedRenderer, start_here
 from shoal.errors import Overreach, PeerError
 from shoal.models import random_model
-from shoal.weights.disk_quota import disk_limit, room_for_version
+from shoal.weights.fetch.version_directory import disk_limit, room_for_version
 from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

@@ -15,7 +15,7 @@ from shoal.engine.interface import PolicyScore
 from shoal.errors import StateError
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import Check
-from shoal.verification.checks.activations import judge, least_bound
+from shoal.verification.audit_checks import judge_activations, least_bound
 from shoal.verification.context import policy_positions
 from shoal.verification.encode_submission import encode_submission, largest_submission_bytes, prove_activations
 from shoal.verification.verify import verify_submission
@@ -140,7 +140,7 @@ def figures(*chunks, entries=32):
 
 
 def outcome(found):
-    failure = judge(found, BOUND)
+    failure = judge_activations(found, BOUND)
     return "accept" if failure is None else "soft" if failure.mild else "hard"
 
 
@@ -167,8 +167,8 @@ def test_chunks_are_judged_by_mismatches_and_by_mean_error(chunks, expected):
 @pytest.mark.parametrize("chunks", [[(0, 0.0016)] + [(0, 0.0)] * 3, [(0, 0.0011)] * 4, [(2, 0.004), (0, 0.001)]])
 def test_the_least_bound_passes_and_a_smaller_one_does_not(chunks):
     found = figures(*chunks)
-    assert judge(found, least_bound(found) * 1.001) is None
-    assert judge(found, least_bound(found) * 0.999) is not None
+    assert judge_activations(found, least_bound(found) * 1.001) is None
+    assert judge_activations(found, least_bound(found) * 0.999) is not None
 
 
 def test_bounds_are_wider_for_bfloat16_and_below_typical_magnitudes_that_vary_by_2_percent():

@@ -8,7 +8,7 @@ import pytest
 from shoal.config import BOUNDS, wire_bounds
 from shoal.engine.interface import PolicyScore
 from shoal.protocol.messages import ENVIRONMENT, POLICY, Group, make_rollout
-from shoal.verification.checks import logprobs, sampling
+from shoal.verification.audit_checks import logprobs, sampling
 from shoal.verification.context import CheckFailure, gravest
 
 TOKENS = 20
@@ -34,20 +34,20 @@ def group_and_context(gaps, off):
 @pytest.mark.parametrize("order", [1, -1])
 def test_one_mild_token_does_not_shield_a_forged_rollout(order):
     group, ctx = group_and_context([MILD_GAP, FORGED_GAP][::order], [0.0, 0.0])
-    failure = sampling.check(group, ctx)
+    failure = sampling(group, ctx)
     assert failure is not None and not failure.mild and failure.rollout == (1, 0)[order < 0]
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_one_mild_logprob_does_not_shield_invented_ones(order):
     group, ctx = group_and_context([0.0, 0.0], [0.02, 3.0][::order])
-    failure = logprobs.check(group, ctx)
+    failure = logprobs(group, ctx)
     assert failure is not None and not failure.mild and failure.rollout == (1, 0)[order < 0]
 
 
 def test_mild_failures_alone_stay_mild_and_the_first_is_reported():
     group, ctx = group_and_context([0.0, MILD_GAP, MILD_GAP], [0.0, 0.0, 0.0])
-    failure = sampling.check(group, ctx)
+    failure = sampling(group, ctx)
     assert failure is not None and failure.mild and failure.rollout == 1
     assert gravest([None, None]) is None
     assert gravest([None, CheckFailure(0, 0, 0, 0, "hard")]) == CheckFailure(0, 0, 0, 0, "hard")

@@ -11,9 +11,9 @@ import pytest
 from shoal.errors import NothingYet, PeerError, StateError
 from shoal.protocol import encoding
 from shoal.protocol.messages import FileEntry, Manifest
-from shoal.weights.delta.apply import follow
 from shoal.weights.delta.tensor_codes import coded_directory
 from shoal.weights.fetch.fetch import MOST_MANIFESTS, MOST_NAMES, fetch
+from shoal.weights.fetch.version_directory import follow
 from shoal.weights.manifest import ManifestError, is_whole, weights_root
 from shoal.weights.publish import PatchBase, publish
 from tests.weights.checkpoints import CHUNK_BYTES, RUN, Chunks, Dying, Lying, write_checkpoint
@@ -139,7 +139,7 @@ def test_a_patch_that_there_is_no_memory_for_is_replaced_by_the_whole_version(li
         raise MemoryError
 
     line.load(2)
-    monkeypatch.setattr("shoal.weights.delta.apply.apply_patch", without_memory)
+    monkeypatch.setattr("shoal.weights.fetch.version_directory.apply_patch", without_memory)
     assert line.has(line.load(3), 3)
 
 
@@ -287,7 +287,7 @@ def test_what_a_kill_left_half_patched_is_begun_anew(line, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("shoal.weights.delta.apply.finish", killed)
+        patched.setattr("shoal.weights.fetch.version_directory.finish", killed)
         line.load(3)
     left = next((line.folder / "client").glob(".partial-*"))
     assert weights_root(left) == line.manifests[3].root, "patched, but not named"

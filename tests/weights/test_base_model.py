@@ -15,8 +15,8 @@ from shoal.models.lora_config import CONFIG
 from shoal.models.safetensors_header import INDEX
 from shoal.protocol.encoding import to_json
 from shoal.protocol.messages import AdapterBase, FileEntry, Manifest
-from shoal.weights.base_model import MANIFEST_FILE, base_root, bases_here, link_from
-from shoal.weights.manifest import weights_root
+from shoal.weights.base_model import base_root, bases_here, link_from
+from shoal.weights.manifest import MANIFEST_FILE, weights_root
 
 
 @pytest.fixture

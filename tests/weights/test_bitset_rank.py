@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.weights.delta.bitset_rank import PositionSet, select
+from shoal.weights.delta.encoding import PositionSet, select
 
 
 def members_of(mask):

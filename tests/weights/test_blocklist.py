@@ -7,9 +7,16 @@ import pytest
 
 from shoal.net.connection_limits import ServerLimits
 from shoal.protocol.messages import RelayEntry
-from shoal.weights.fetch.blocklist import FORGET_S, LIAR_S, LONGEST_S, MOST_SOURCES, UNREACHED_S, SourceBlocklist
 from shoal.weights.fetch.fetch import fetch
-from shoal.weights.fetch.relay_sources import Relays
+from shoal.weights.fetch.relay_sources import (
+    FORGET_S,
+    LIAR_S,
+    LONGEST_S,
+    MOST_SOURCES,
+    UNREACHED_S,
+    Relays,
+    SourceBlocklist,
+)
 from tests.net.wires import serving
 from tests.weights.checkpoints import Chunks, Lying, make_checkpoint, published
 

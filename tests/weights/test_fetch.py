@@ -28,7 +28,7 @@ from shoal.weights.fetch import transfer
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.scheduler import MOST_LANES
 from shoal.weights.fetch.sources import HttpSource
-from shoal.weights.fetch.verify_directory import directory_name
+from shoal.weights.fetch.version_directory import directory_name
 from shoal.weights.manifest import weights_root
 from shoal.weights.publish import HttpSink, chunk_bytes_for, publish
 from tests.weights.checkpoints import (
@@ -265,16 +265,16 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_fetched(checkpo
 
 def test_a_disk_that_fills_up_is_a_state_error_and_loses_nothing(checkpoint, origin, tmp_path, monkeypatch):
     manifest = published(checkpoint, origin)
-    place, placed = pieces.PartialChunk.place, []
+    take, taken = pieces.Chunk.take, []
 
-    def full(part: pieces.PartialChunk, piece: pieces.Chunk) -> None:
-        if len(placed) == 3:
+    def full(piece: pieces.Chunk, part: Path) -> None:
+        if len(taken) == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        place(part, piece)
-        placed.append(piece)
+        take(piece, part)
+        taken.append(piece)
 
     with monkeypatch.context() as broken:
-        broken.setattr(pieces.PartialChunk, "place", full)
+        broken.setattr(pieces.Chunk, "take", full)
         with pytest.raises(StateError, match=r"No space left.*Free some space"):
             run(manifest, [origin], tmp_path / "cache")
         gc.collect()

@@ -14,7 +14,7 @@ from shoal.jobs.calibrate.recorded_rollouts import Recording
 from shoal.models.open_model import AUTO, open_policy
 from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import Bounds
-from shoal.verification.checks.sampling import gaps_of
+from shoal.verification.audit_checks import gaps_of
 from shoal.verification.fit_tolerances import Power, power, power_by_entropy
 
 LOGITS_HELD = 1 << 22

@@ -34,7 +34,7 @@ from shoal.roles.auditor.verify_log import replay_log
 from shoal.runs.public_run import open_run
 from shoal.runs.replay import GroupRef, RunReader, slot_of
 from shoal.runs.rollouts import decoded
-from shoal.verification.checks import sampling
+from shoal.verification.audit_checks import gaps_of, limit_of_a_token
 from shoal.verification.context import by_group, score_requests
 
 T = TypeVar("T")
@@ -158,8 +158,8 @@ async def scored(work: Rebuilt, policy: Path | None = None) -> GroupScores:
     bounds = bounds_for(state.rules, maker, engine.facts.implementation, state.rules.dtype)
     if bounds is None:
         return GroupScores(scores_G, None, policy)
-    judged_G = [each._replace(gaps_P=sampling.gaps_of(each, bounds)) for each in scores_G]
-    return GroupScores(judged_G, TokenTolerances(sampling.limit_of_a_token(bounds), bounds.logprob), policy)
+    judged_G = [each._replace(gaps_P=gaps_of(each, bounds)) for each in scores_G]
+    return GroupScores(judged_G, TokenTolerances(limit_of_a_token(bounds), bounds.logprob), policy)
 
 
 async def _score(reading: RunReader, place: GroupRef, index: int, policy: Path | None, logits: bool) -> Scores:

@@ -46,11 +46,11 @@ from shoal.roles.node.share_weights import SHARED_PART, SharedVersions
 from shoal.run_folder import RunFolder
 from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.verification.encode_submission import largest_submission_bytes
-from shoal.weights.disk_quota import disk_limit, room_for_version
 from shoal.weights.engine_loader import LoadedEngine, contained, demand_engine_fits
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import Relays
 from shoal.weights.fetch.sources import HostAway, sources_of
+from shoal.weights.fetch.version_directory import disk_limit, room_for_version
 from shoal.weights.manifest import content_of, open_manifest, signer_of
 from shoal.weights.memory_limit import Memory, needs_of, share_of_free_mb
 

@@ -23,7 +23,7 @@ from shoal.protocol.signing import Key
 from shoal.roles.node.serve_chunks import application, serving
 from shoal.weights.fetch.chunks import UNFINISHED, Wanted, files_of, pieces_of, sized_chunks
 from shoal.weights.fetch.relay_sources import holdings_of
-from shoal.weights.fetch.verify_directory import directory_name
+from shoal.weights.fetch.version_directory import directory_name
 from shoal.weights.manifest import content_of
 
 SHARED_VERSIONS = 8

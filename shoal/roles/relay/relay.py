@@ -23,8 +23,8 @@ from shoal.protocol.signing import Key
 from shoal.roles.node.serve_chunks import application, serving
 from shoal.roles.relay.chunk_store import ChunkStore
 from shoal.roles.relay.fetcher import ChunkFetcher
-from shoal.weights.disk_quota import disk_limit
 from shoal.weights.fetch.relay_sources import Relays
+from shoal.weights.fetch.version_directory import disk_limit
 
 log = logging.getLogger("relay")
 

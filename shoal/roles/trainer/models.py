@@ -84,7 +84,7 @@ class PastPolicies:
         for version in sorted(set(versions)):
             found[version] = await fetch_version(
                 await self._signed(version), version, sources_of(info, self._client), self._folder, run=info.run,
-                publishers=info.all_publishers, now=None, signed_of=self._signed, store=self._store,
+                publishers=info.all_publishers, signed_of=self._signed, store=self._store,
                 keep=info.rules.max_staleness + 2,  # a repeated step may find one that is newer than its batch
             )  # fmt: skip
         return found

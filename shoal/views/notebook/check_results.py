@@ -18,8 +18,9 @@ from shoal.runs.event_rows import Row
 from shoal.runs.replay import GroupRef, RunReader
 from shoal.runs.rollouts import decoded
 from shoal.runs.tables import Column
-from shoal.verification.context import CheckFailure, CheckModule, Context, by_group
-from shoal.verification.verify import AUDIT, MODEL_FREE
+from shoal.verification.audit_checks import AUDIT
+from shoal.verification.context import CheckFailure, Context, GroupCheck, by_group
+from shoal.verification.model_free import MODEL_FREE
 
 CHECK_COLUMNS = {
     "check": Column("", "Name, in the order in which validators run them."),
@@ -79,28 +80,27 @@ def _told(group: Group, ctx: Context) -> list[Row]:
     failed = _tell(MODEL_FREE, group, ctx, rows)
     if not failed:
         ctx.scores = by_group([group], ctx.tools.score(ctx.requests(group)))[0]
-        for module in AUDIT:
-            _tell([module], group, ctx, rows)
-    rows += [_row(module, "not run", None) for module in (*MODEL_FREE, *AUDIT)[len(rows) :]]
-    return rows
+        for check in AUDIT:
+            _tell([check], group, ctx, rows)
+    return rows + [_row(check, "not run", None) for check in (*MODEL_FREE, *AUDIT)[len(rows) :]]
 
 
-def _tell(modules: Sequence[CheckModule], group: Group, ctx: Context, rows: list[Row]) -> bool:
+def _tell(checks: Sequence[GroupCheck], group: Group, ctx: Context, rows: list[Row]) -> bool:
     """Run checks until one fails, and add their rows. Returns whether one did."""
-    for module in modules:
-        failure = module.check(group, ctx)
-        rows.append(_row(module, "passed" if failure is None else "failed", failure))
+    for check in checks:
+        failure = check.run(group, ctx)
+        rows.append(_row(check, "passed" if failure is None else "failed", failure))
         if failure is not None:
             return True
     return False
 
 
-def _row(module: CheckModule, result: str, failure: CheckFailure | None) -> Row:
-    about = " ".join((module.__doc__ or "").partition("\n\n")[0].split())
-    row: Row = {"check": module.NAME, "severity": module.SEVERITY, "result": result, "about": about}
+def _row(check: GroupCheck, result: str, failure: CheckFailure | None) -> Row:
+    about = " ".join((check.run.__doc__ or "").partition("\n\n")[0].split())
+    row: Row = {"check": check.name, "severity": check.severity, "result": result, "about": about}
     if failure is None:
         return row
-    severity = "soft" if failure.mild else module.SEVERITY
+    severity = "soft" if failure.mild else check.severity
     measured = {"figure": failure.figure, "bound": failure.bound} if failure.figure or failure.bound else {}
     place = {"rollout": failure.rollout, "position": failure.position}
     known = {name: value for name, value in place.items() if value >= 0}

@@ -1,6 +1,6 @@
 """The changed values of a piece of a tensor, as few bytes: what a patch consists of.
 
-It knows no files, no network and no checkpoint. An optimiser's step is about as large for every weight, so a weight that is
+An optimiser's step is about as large for every weight, so a weight that is
 twice as large changes half as often once it is rounded: how likely a change is depends on the exponent and on little else.
 Most changes move a value to its neighbour. Thus
 
@@ -26,7 +26,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.weights.delta.bitset_rank import PositionSet, select
 from shoal.weights.delta.golomb_rice import (
     BadBits,
     BitReader,
@@ -41,6 +40,8 @@ from shoal.weights.delta.golomb_rice import (
     write_sets,
 )
 from shoal.weights.delta.tensor_codes import Codes, Kind, at_places, exponents, places, signs
+
+Words = NDArray[np.uint64]
 
 PIECE_VALUES = 1 << 21
 """Most values in a piece. It limits the memory that a stranger's bytes can make us use: 0.7 GB if all values are float32
@@ -131,6 +132,56 @@ def _jump(
     if (_leaves(old, new, kind, group_of) != crosses).any():  # guard: patch-stays-in-group
         raise BadBits("moves a value out of its group, or keeps one in it that should leave")
     codes[at] = new
+
+
+# --- rank and select ---
+
+
+class PositionSet:
+    """Some of the positions 0 .. N - 1, with rank and select.
+
+    One bit for each position, with the number of members up to each word of 64 bits (G. Jacobson,
+    doi:10.1109/SFCS.1989.63533). Building that costs less than 0.1 ns a position, so it is made whenever it is needed.
+
+    Axes: W words, P requested positions or ranks.
+    """
+
+    def __init__(self, word_W: Words) -> None:
+        """The bits, lowest first; those after the last position are zeros."""
+        self._word_W = word_W
+        self._upto_W = np.cumsum(np.bitwise_count(word_W), dtype=np.int64)
+        """Members in each word and those before it."""
+        self.count = int(self._upto_W[-1])
+
+    def rank(self, position_P: Ints) -> Ints:
+        """How many members come before each position."""
+        word_P = position_P >> 6
+        here_P = self._word_W[word_P]
+        before_P = here_P & ((np.uint64(1) << (position_P & 63).astype(np.uint64)) - np.uint64(1))
+        return self._upto_W[word_P] - np.bitwise_count(here_P) + np.bitwise_count(before_P)
+
+    def locate(self, rank_P: Ints) -> tuple[Ints, Words, Ints]:
+        """For each rank, 0 .. `count` - 1: the number of its word, the word, and the rank within the word.
+
+        `select` then finds the positions. It takes what several sets located at once, because it is made of many short
+        steps.
+        """
+        word_P = np.searchsorted(self._upto_W, rank_P, side="right")
+        here_P = self._word_W[word_P]
+        return word_P, here_P, rank_P - self._upto_W[word_P] + np.bitwise_count(here_P)
+
+
+def select(word_P: Ints, here_P: Words, rank_P: Ints) -> Ints:
+    """The positions of what `locate` found: each word is halved six times."""
+    position_P, rest_P, left_P = word_P << 6, here_P, rank_P.astype(np.uint8)
+    for width in (32, 16, 8, 4, 2, 1):
+        low_P = np.bitwise_count(rest_P & np.uint64((1 << width) - 1))
+        high_P = left_P >= low_P
+        left_P = left_P - low_P * high_P
+        step_P = high_P * np.uint8(width)
+        rest_P = rest_P >> step_P
+        position_P += step_P
+    return position_P
 
 
 # --- groups ---

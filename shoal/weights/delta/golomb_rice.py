@@ -1,6 +1,6 @@
 """Sets of integers as bits: the gaps between members, in Golomb-Rice codes (doi:10.1109/TIT.1966.1053907).
 
-Pure, needs only numpy. The reader takes bytes from strangers: every count is compared with its limit before anything is
+The reader takes bytes from strangers: every count is compared with its limit before anything is
 allocated, each thing has one encoding only, and anything else raises `BadBits`.
 
     number     LEB128: 7 bits a byte, lowest first, the high bit set on all bytes but the last

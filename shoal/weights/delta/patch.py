@@ -1,8 +1,7 @@
 """Patches: the way from one version of a policy to another with the same tensors, without loss, in few bytes.
 
-Made by the publisher of a version and applied by everyone who has the version before. It knows no manifest and no network.
 A patch has no signature and no hash of its own. The caller compares the weights root of what it makes, as
-`weights/fetch/verify_directory` does, so a patch from a stranger can waste a moment and cannot pass off other weights. The
+`weights/fetch/version_directory` does, so a patch from a stranger can waste a moment and cannot pass off other weights. The
 same patch leads back from the later version to the earlier.
 
     patch    the 8 bytes of `MAGIC`; the SHA-256 of the layout; the pieces

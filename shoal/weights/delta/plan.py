@@ -1,7 +1,6 @@
 """The cheapest way to a version's weights: as a whole, or by patches from a version that is here or is fetched whole.
 
-Pure: it gets the manifests that are known, and says which one it needs next. Costs are bytes to fetch, and for each patch
-what applying it takes, as bytes that the line would bring in that time.
+Costs are bytes to fetch, and for each patch what applying it takes, as bytes that the line would bring in that time.
 
 The search goes backward from the version, cheapest first (Dijkstra, doi:10.1007/BF01386390), so it asks for no manifest
 that a cheaper way makes superfluous. A version that is here counts only with the root that the patch begins at.
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.messages import Manifest, Patch
 from shoal.weights.delta.patch import CODEC
-from shoal.weights.manifest import is_whole
+from shoal.weights.manifest import is_weights, is_whole
 
 CODECS = frozenset({CODEC})
 """Codecs of patches that this version of shoal knows."""
@@ -72,7 +71,7 @@ def plan_download(
     manifests = {**manifests, asked.version: asked}
     sizes = [sum(entry.size for entry in m.files) for m in manifests.values() if m is not None and is_whole(m)]
     apply_bytes = APPLY_SHARE * max([weights_bytes, *sizes])
-    room_bytes = most_bytes - sum(entry.size for entry in asked.files if not entry.path.endswith(".safetensors"))
+    room_bytes = most_bytes - sum(entry.size for entry in asked.files if not is_weights(entry.path))
     cheapest_whole, order, done = float("inf"), itertools.count(), set[tuple[int, str]]()
     heap = [(0.0, next(order), _SearchState(asked.version, asked.root, False, ()))]
     while heap:

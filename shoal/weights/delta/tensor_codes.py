@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +15,10 @@ from shoal.errors import StateError
 from shoal.models.checkpoint import find_tensors
 from shoal.weights.manifest import root_over
 
-if TYPE_CHECKING:
-    import torch
-
-
 # --- Codes of numbers ---
 #
-# The bits of a value as an unsigned integer, its exponent, and its place in the order of all values.
-#
-# Nothing is rounded, so infinities, both zeros and every NaN are codes like any other.
+# The bits of a value as an unsigned integer, its exponent, and its place in the order of all values. Nothing is rounded, so
+# infinities, both zeros and every NaN are codes like any other.
 #
 # The place of a code: of a float, flip the sign bit if it is 0, else flip all bits. Places then ascend with the values,
 # with -0 just before +0, and neighbours differ by one unit in the last place. An integer is its own place. Differences of
@@ -85,10 +80,6 @@ def signs(codes: Codes) -> Codes:
 
 
 # --- The tensors of a version as arrays of codes ---
-#
-# What patches are made from and applied to.
-#
-# It reads checkpoint directories, and looks at the memory of torch's tensors; therefore torch is imported late.
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,29 +115,6 @@ def coded_directory(directory: Path, *, writable: bool = False) -> dict[str, Enc
             maps[stored.file] = np.asarray(mapped)  # a part of a plain array is made in less time
         weights[name] = coded(stored.dtype, stored.shape, maps[stored.file][stored.start : stored.end])
     return weights
-
-
-def coded_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, EncodedTensor]:
-    """Contiguous tensors in the memory of this process, by name. What is written to the codes, the tensors hold."""
-    import torch
-
-    weights = {}
-    for name, tensor in tensors.items():
-        dtype = _TORCH_DTYPES.get(str(tensor.dtype))
-        if dtype is None or not tensor.is_contiguous() or tensor.device.type != "cpu":
-            raise StateError(
-                f"{name} is {tensor.dtype} on {tensor.device}: a patch needs contiguous tensors on the CPU"
-            )
-        flat = tensor.detach().reshape(-1).view(torch.uint8)  # numpy knows no bfloat16
-        weights[name] = coded(dtype, tuple(tensor.shape), flat.numpy())
-    return weights
-
-
-_TORCH_DTYPES = {
-    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
-    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.int64": "I64", "torch.int32": "I32",
-    "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
-}  # fmt: skip
 
 
 MOST_THREADS = 8

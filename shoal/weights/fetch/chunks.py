@@ -1,13 +1,14 @@
-"""What a version needs, and what of it is here: in its unfinished directory, or in another version of the same folder.
+"""Chunks that a version needs, and those that are here: in its unfinished directory, or in another version of the folder.
 
-It hashes whatever it reuses, and knows no network. The bytes of a chunk that is being fetched are in a file of their own
+Whatever is reused is hashed. The bytes of a chunk that is being fetched are in a file of their own
 until the chunk is whole, so a killed fetch goes on within a chunk.
 """
 
+import contextlib
 import hashlib
 import itertools
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -16,8 +17,8 @@ from shoal.errors import StateError
 from shoal.net.blobs import path_of
 from shoal.protocol import encoding
 from shoal.protocol.messages import FileEntry, Manifest
-from shoal.weights.base_model import MANIFEST_FILE
-from shoal.weights.file_ranges import Span, append_span
+from shoal.weights.file_ranges import Span, append_span, read_span
+from shoal.weights.manifest import manifests_here
 
 UNFINISHED = ".partial-"
 """Begins the name of a directory that is being fetched."""
@@ -112,7 +113,7 @@ class PartialChunk:
         if self.size:
             self.segments.append(ReceivedRange("", 0, self.size))
 
-    def add(self, data: bytes, source: str) -> None:
+    def add(self, data: bytes | memoryview, source: str) -> None:
         """Append bytes from a source. Raises OSError."""
         if not self.segments or self.segments[-1].source != source:
             self.segments.append(ReceivedRange(source, self.size, self.size))
@@ -126,7 +127,7 @@ class PartialChunk:
     def copy(self, part: "PartialChunk") -> "PartialChunk":
         """Begin `part`, which is empty, with what this one has; returns it. Raises OSError."""
         for segment in self.segments:
-            for data in _read_span(self.path, segment.start, segment.end):
+            for data in read_span(self._span(segment)):
                 part.add(data, segment.source)
         return part
 
@@ -140,22 +141,20 @@ class PartialChunk:
 
     def evidence(self) -> list[ReceivedRange]:
         """Which source sent which bytes, with the digests of those bytes."""
-        return [
-            segment._replace(digest=_digest_of(_read_span(self.path, segment.start, segment.end)))
-            for segment in self.segments
-        ]
+        return [segment._replace(digest=self._digest(segment)) for segment in self.segments]
 
     def liars(self, evidence: list[ReceivedRange]) -> list[str]:
         """The sources whose bytes differ from this part, which is right."""
-        return [
-            segment.source
-            for segment in evidence
-            if segment.source and _digest_of(_read_span(self.path, segment.start, segment.end)) != segment.digest
-        ]
+        return [one.source for one in evidence if one.source and self._digest(one) != one.digest]
 
-    def place(self, piece: Chunk) -> None:
-        """Put the verified chunk into all its places. Raises OSError."""
-        piece.take(self.path)
+    def _span(self, segment: ReceivedRange) -> Span:
+        return Span(self.path, segment.start, segment.end - segment.start)
+
+    def _digest(self, segment: ReceivedRange) -> str:
+        whole = hashlib.sha256()
+        for data in read_span(self._span(segment)):
+            whole.update(data)
+        return whole.hexdigest()
 
     def close(self) -> None:
         """Close the file; a later process finds it."""
@@ -165,21 +164,6 @@ class PartialChunk:
         """Delete the file."""
         self.close()
         self.path.unlink(missing_ok=True)
-
-
-def _read_span(path: Path, start: int, end: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        file.seek(start)
-        while start < end and (data := file.read(min(_COPY_BYTES, end - start))):
-            start += len(data)
-            yield data
-
-
-def _digest_of(parts: Iterator[bytes]) -> str:
-    whole = hashlib.sha256()
-    for data in parts:
-        whole.update(data)
-    return whole.hexdigest()
 
 
 class Wanted(NamedTuple):
@@ -284,13 +268,10 @@ def prepare(
 def _chunks_here(folder: Path) -> dict[tuple[str, int], FileRange]:
     """Where this folder's versions store their chunks, by their manifests. Chunks are verified when read."""
     here: dict[tuple[str, int], FileRange] = {}
-    for known in folder.glob(f"v*/{MANIFEST_FILE}"):
-        try:
-            manifest = encoding.from_json(known.read_bytes(), Manifest)
-            pieces = pieces_of(files_of(manifest), known.parent, manifest.version)
-        except (encoding.WireError, StateError):
-            continue  # damaged: its chunks are fetched again
-        here |= {(piece.digest, piece.size): piece.places[0] for piece in pieces}
+    for directory, manifest in manifests_here(folder):
+        with contextlib.suppress(StateError):  # damaged: its chunks are fetched again
+            for piece in pieces_of(files_of(manifest), directory, manifest.version):
+                here[piece.digest, piece.size] = piece.places[0]
     return here
 
 

@@ -1,11 +1,10 @@
-"""Fetch the version that a manifest describes into a checkpoint directory, and verify every byte.
+"""Fetch of the version that a manifest describes into a checkpoint directory, with every byte verified.
 
-A fetch that was cut short goes on where it stopped. It trusts no source and does not depend on any role. One process uses a
-folder.
+A fetch that was cut short goes on where it stopped. It trusts no source. One process uses a folder.
 
-A version comes whole, or by patches from another version (`delta/apply`); `delta/plan` says which is cheapest. A chunk
-comes from the first of these that has it: the unfinished directory, a version already here (`chunks`), a source
-(`transfer`). The directory appears under its name whole, or not at all (`verify_directory`).
+A version comes whole, or by patches from another version; `delta/plan` says which is cheapest. A chunk comes from the first
+of these that has it: the unfinished directory, a version already here (`chunks`), a source (`transfer`). The directory
+appears under its name whole, or not at all (`version_directory`).
 """
 
 import asyncio
@@ -14,6 +13,7 @@ import random
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -23,10 +23,8 @@ from shoal.models.hub_download import Hub
 from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.messages import Manifest, Patch, Publishers
 from shoal.weights.base_model import bases_here, entries_of_base, forget_fetched, from_hub, link_base
-from shoal.weights.delta.apply import files_to_fetch, follow, root_here, versions_here, weights_bytes
 from shoal.weights.delta.plan import DownloadPlan, NeedsManifest, plan_download
 from shoal.weights.fetch.chunks import (
-    MANIFEST_FILE,
     UNFINISHED,
     Chunk,
     NoSpace,
@@ -41,8 +39,19 @@ from shoal.weights.fetch.chunks import (
 from shoal.weights.fetch.relay_sources import expected
 from shoal.weights.fetch.sources import ChunkSource, is_filling
 from shoal.weights.fetch.transfer import Transfer
-from shoal.weights.fetch.verify_directory import directory_name, fault_of, finish, prune, take_from_stock
-from shoal.weights.manifest import ManifestError, chunks_of, open_manifest
+from shoal.weights.fetch.version_directory import (
+    directory_name,
+    fault_of,
+    files_to_fetch,
+    finish,
+    follow,
+    prune,
+    root_here,
+    take_from_stock,
+    versions_here,
+    weights_bytes,
+)
+from shoal.weights.manifest import MANIFEST_FILE, ManifestError, chunks_of, open_manifest
 
 log = logging.getLogger(__name__)
 
@@ -84,26 +93,26 @@ async def fetch_version(
     *,
     run: str,
     publishers: Publishers,
-    now: float | None,
+    signed_of: Callable[[int], Awaitable[bytes]],
     root: str = "",
     max_bytes: int | None = None,
     keep: int = 2,
     store: Path | None = None,
-    signed_of: Callable[[int], Awaitable[bytes]] | None = None,
     on_blame: Callable[[str, str], None] = tell_blame,
 ) -> Path:
-    """The directory of a version by its signed manifest, both verified.
+    """The directory of a version of the past by its signed manifest, both verified.
 
-    `publishers` are the run's; `now` and `max_bytes` are as of `open_manifest`, `keep`, `store` and `on_blame` as of
-    `fetch`; `signed_of` gives the signed manifests of earlier versions; `root` is the version's in the log. Raises as both.
+    `publishers` are the run's; `max_bytes` is as of `open_manifest`, `keep`, `store` and `on_blame` as of `fetch`;
+    `signed_of` gives the signed manifests of earlier versions; `root` is the version's in the log. Raises as both.
     """
-    manifest = open_manifest(data, run=run, keys=publishers, now=now, version=version, max_bytes=max_bytes, root=root)
+
+    def opened(signed: bytes, number: int, root: str = "") -> Manifest:
+        return open_manifest(signed, run=run, keys=publishers, now=None, version=number, max_bytes=max_bytes, root=root)
 
     async def manifest_of(earlier: int) -> Manifest:
-        assert signed_of is not None
-        signed = await signed_of(earlier)
-        return open_manifest(signed, run=run, keys=publishers, now=None, version=earlier, max_bytes=max_bytes)
+        return opened(await signed_of(earlier), earlier)
 
+    manifest = opened(data, version, root)
     return await fetch(
         manifest,
         sources,
@@ -112,7 +121,7 @@ async def fetch_version(
         max_bytes=max_bytes,
         store=store,
         on_blame=on_blame,
-        manifest_of=manifest_of if signed_of else None,
+        manifest_of=manifest_of,
     )
 
 
@@ -162,9 +171,7 @@ async def fetch(
         ).run()  # fmt: skip
 
     try:
-        fetched = _Fetch(
-            folder, transfer, manifest_of or _unknown, store, shared, keep=keep, max_bytes=max_bytes, in_use=in_use
-        )
+        fetched = _Fetch(folder, transfer, manifest_of or _unknown, store, shared, keep, max_bytes, in_use, Hub())
         directory = await fetched.version(manifest)
     except OSError as error:
         raise (NoSpace if error.errno in DISK_FULL else NotStored)(
@@ -182,44 +189,36 @@ async def _unknown(version: int) -> Manifest:
     raise NothingYet(f"nobody is asked for the manifest of version {version}")
 
 
+@dataclass
 class _Fetch:
-    """Brings a version into a folder."""
+    """Brings a version into a folder. Options are as of `fetch`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        transfer: Callable[[Sequence[Chunk], Sequence[Manifest], Path, Callable[[str], None]], Awaitable[None]],
-        manifest_of: Callable[[int], Awaitable[Manifest]],
-        store: Path | None,
-        shared: SharingHooks | None,
-        *,
-        keep: int,
-        max_bytes: int | None,
-        in_use: Path | None,
-    ) -> None:
-        self._folder, self._transfer, self._manifest_of = folder, transfer, manifest_of
-        self._store, self._shared = store, shared
-        self._keep, self._max_bytes, self._in_use = keep, max_bytes, in_use
-        self._hub = Hub()
-        self._known: dict[int, Manifest | None] = {}
-        """Manifests of earlier versions; None for those that could not be fetched."""
-        self._too_long: ManifestError | None = None
-        """Why an earlier version is not fetched, if it is larger than this node takes."""
+    folder: Path
+    transfer: Callable[[Sequence[Chunk], Sequence[Manifest], Path, Callable[[str], None]], Awaitable[None]]
+    manifest_of: Callable[[int], Awaitable[Manifest]]
+    store: Path | None
+    shared: SharingHooks | None
+    keep: int
+    max_bytes: int | None
+    in_use: Path | None
+    hub: Hub
+    known: dict[int, Manifest | None] = field(default_factory=dict)
+    """Manifests of earlier versions; None for those that could not be fetched."""
+    too_long: ManifestError | None = None
+    """Why an earlier version is not fetched, if it is larger than this node takes."""
 
     async def version(self, asked: Manifest) -> Path:
         """A version by the cheapest way; if its patches fail, by the next one."""
         broken, dropped, problem = set[tuple[int, int]](), set[int](), None
-        await asyncio.to_thread(forget_fetched, self._folder, asked)
+        await asyncio.to_thread(forget_fetched, self.folder, asked)
         if await asyncio.to_thread(self._is_here, asked):
             return await self._held(asked)
-        if self._store is not None and await asyncio.to_thread(
-            take_from_stock, self._store, self._target(asked), asked
-        ):
+        if self.store is not None and await asyncio.to_thread(take_from_stock, self.store, self._target(asked), asked):
             return await self._held(asked)
         self._begin(asked)
         while (way := await self._way(asked, broken)) is not None:
             begun = asked if way.is_here or not way.hops else self._begins_with(way)
-            await asyncio.to_thread(forget_unfinished, self._folder, [self._unfinished(begun)])
+            await asyncio.to_thread(forget_unfinished, self.folder, [self._unfinished(begun)])
             if not way.hops:
                 return await self._whole(asked)
             try:
@@ -235,48 +234,48 @@ class _Fetch:
                 else:
                     broken |= {(hop.patch.base, hop.version) for hop in way.hops}
         if problem is None and await self._way(asked, broken, is_bounded=False) is not None:
-            self._too_long = ManifestError(
+            self.too_long = ManifestError(
                 "too-long",
-                f"the patches that lead to version {asked.version} have more than {self._max_bytes} bytes, limit of this "
+                f"the patches that lead to version {asked.version} have more than {self.max_bytes} bytes, limit of this "
                 "node: allow more (--max-memory, --max-disk), free some space on its disk, or leave the run",
             )
         nothing = NothingYet(
             f"version {asked.version} is published as patches, and no version that they start from could be fetched: try "
             "again later, or use another source"
         )
-        raise problem or self._too_long or nothing
+        raise problem or self.too_long or nothing
 
     def _begins_with(self, way: DownloadPlan) -> Manifest:
         """The version that is fetched whole before its patches are applied."""
-        start = self._known[way.start]
+        start = self.known[way.start]
         assert start is not None, "the way begins at a version whose manifest is known"
         return start
 
     def _on_the_way(self, asked: Manifest, way: DownloadPlan) -> list[Manifest]:
         """The versions to which the patches of a way lead; the last one is asked for."""
-        known = [self._known[hop.version] for hop in way.hops[:-1]]
+        known = [self.known[hop.version] for hop in way.hops[:-1]]
         return [*(manifest for manifest in known if manifest is not None), asked]
 
     async def _held(self, manifest: Manifest) -> Path:
         """The directory of a version that is here; what of it can be shared is told."""
         directory = self._target(manifest)
-        if self._shared is not None:
+        if self.shared is not None:
             self._tell(manifest, await asyncio.to_thread(chunks_here, manifest, directory))
         return directory
 
     def _tell(self, manifest: Manifest, chunks: Collection[str]) -> None:
-        if self._shared is not None:
-            self._shared.hold(manifest, chunks)
+        if self.shared is not None:
+            self.shared.hold(manifest, chunks)
 
     def _begin(self, manifest: Manifest) -> None:
-        if self._shared is not None:
-            self._shared.begin(manifest)  # guard: begun-again-is-not-shared
+        if self.shared is not None:
+            self.shared.begin(manifest)  # guard: begun-again-is-not-shared
 
     def _target(self, manifest: Manifest) -> Path:
-        return self._folder / directory_name(manifest)
+        return self.folder / directory_name(manifest)
 
     def _unfinished(self, manifest: Manifest) -> Path:
-        return self._folder / f"{UNFINISHED}{directory_name(manifest)}"
+        return self.folder / f"{UNFINISHED}{directory_name(manifest)}"
 
     def _is_here(self, manifest: Manifest) -> bool:
         """Whether a version is here, undamaged. If it is damaged, it becomes an unfinished one."""
@@ -284,7 +283,7 @@ class _Fetch:
         if not target.exists():
             return False
         if fault_of(target, manifest, trusted=False) == "":
-            forget_unfinished(self._folder, ())
+            forget_unfinished(self.folder, ())
             return True
         shutil.rmtree(unfinished, ignore_errors=True)
         target.replace(unfinished)  # damaged since it was made: reuse its good chunks
@@ -292,12 +291,12 @@ class _Fetch:
 
     def _is_sound(self, version: int, run: str) -> bool:
         """Whether the weights of a version that is here are still what they were. If not, they are deleted."""
-        root, directory = versions_here(self._folder, run).get(version, ("", self._folder))
+        root, directory = versions_here(self.folder, run).get(version, ("", self.folder))
         if not root:
             return False
         if root_here(directory) == root:
             return True
-        if directory == self._in_use:  # guard: version-in-use-is-not-deleted
+        if directory == self.in_use:  # guard: version-in-use-is-not-deleted
             (directory / MANIFEST_FILE).unlink()  # it is no base any more, but its other files are read
         else:
             shutil.rmtree(directory)  # guard: damaged-base-goes
@@ -307,60 +306,60 @@ class _Fetch:
         self, asked: Manifest, broken: Collection[tuple[int, int]], *, is_bounded: bool = True
     ) -> DownloadPlan | None:
         """The cheapest way that is not broken; if it `is_bounded`, one that fits on the disk."""
-        most_bytes = self._max_bytes if is_bounded and self._max_bytes is not None else float("inf")
-        here = await asyncio.to_thread(versions_here, self._folder, asked.run) if asked.patches else {}
+        most_bytes = self.max_bytes if is_bounded and self.max_bytes is not None else float("inf")
+        here = await asyncio.to_thread(versions_here, self.folder, asked.run) if asked.patches else {}
         roots = {version: root for version, (root, _) in here.items()}
         sizes = [weights_bytes(directory) for _, directory in here.values()]
         while isinstance(
             found := plan_download(
-                asked, roots, self._known, broken=broken, weights_bytes=max(sizes, default=0), most_bytes=most_bytes
+                asked, roots, self.known, broken=broken, weights_bytes=max(sizes, default=0), most_bytes=most_bytes
             ),
             NeedsManifest,
         ):
-            self._known[found.version] = await self._earlier(asked, found.version)
+            self.known[found.version] = await self._earlier(asked, found.version)
         return found
 
     async def _earlier(self, asked: Manifest, version: int) -> Manifest | None:
         """The manifest of an earlier version; None if it cannot be had, or if enough of them were asked for."""
-        names = sum(len(chunks_of(manifest)) for manifest in self._known.values() if manifest is not None)
-        if len(self._known) >= MOST_MANIFESTS or names > MOST_NAMES:  # guard: few-manifests-a-fetch
+        names = sum(len(chunks_of(manifest)) for manifest in self.known.values() if manifest is not None)
+        if len(self.known) >= MOST_MANIFESTS or names > MOST_NAMES:  # guard: few-manifests-a-fetch
             return None
         try:
-            return await self._manifest_of(version)
+            return await self.manifest_of(version)
         except PeerError as error:
             log.info("version=%d manifest_of=%d missing=%r", asked.version, version, str(error))
             if isinstance(error, ManifestError) and error.code == "too-long":
-                self._too_long = error
+                self.too_long = error
             return None
 
     async def _whole(self, manifest: Manifest) -> Path:
         target, unfinished = self._target(manifest), self._unfinished(manifest)
         self._begin(manifest)
-        base = await asyncio.to_thread(bases_here, self._folder, manifest)
+        base = await asyncio.to_thread(bases_here, self.folder, manifest)
         lacking = [entry.path for entry in entries_of_base(manifest) if entry.path not in base]
-        base |= await from_hub(manifest, lacking, self._hub, self._folder)
+        base |= await from_hub(manifest, lacking, self.hub, self.folder)
         files = [wanted for wanted in files_of(manifest) if wanted.name not in base]
         await self._bring(manifest, unfinished, files, on_held=partial(self._tell, manifest))
         await asyncio.to_thread(link_base, base, unfinished)
         await asyncio.to_thread(finish, unfinished, target, manifest)
-        await asyncio.to_thread(forget_fetched, self._folder)
+        await asyncio.to_thread(forget_fetched, self.folder)
         return target
 
     async def _by_patches(self, asked: Manifest, way: DownloadPlan) -> Path:
         """A version from one that is here, or that is fetched whole first."""
         target, unfinished = self._target(asked), self._unfinished(asked)
         if way.is_here:
-            _, base = versions_here(self._folder, asked.run).get(way.start, ("", None))
+            _, base = versions_here(self.folder, asked.run).get(way.start, ("", None))
             if base is None:
-                raise StateError(f"version {way.start} is not in {self._folder} any more")
+                raise StateError(f"version {way.start} is not in {self.folder} any more")
         else:
             start = self._begins_with(way)
             base = await self._whole(start)
-            await asyncio.to_thread(prune, self._folder, start, self._keep, self._in_use)  # guard: room-for-the-patched
+            await asyncio.to_thread(prune, self.folder, start, self.keep, self.in_use)  # guard: room-for-the-patched
         files, manifests = files_to_fetch(asked, way.hops), self._on_the_way(asked, way)
         await self._bring(asked, unfinished, files, extra_bytes=weights_bytes(base), others=manifests[:-1])
         patches = [(manifest, hop.patch) for manifest, hop in zip(manifests, way.hops, strict=True)]
-        shared = self._shared
+        shared = self.shared
         aside = [] if shared is None else [shared.aside(*patch) for patch in patches]
         await asyncio.to_thread(follow, base, unfinished, target, asked, way.hops, aside)
         if shared is not None:
@@ -380,9 +379,9 @@ class _Fetch:
         """Files into an unfinished directory: what is on this machine, then the rest. `others` are the manifests, beside
         the version's own, that name some of the chunks."""
         version = manifest.version
-        fill = partial(prepare, self._folder, directory, files, version, store=self._store, extra_bytes=extra_bytes)
+        fill = partial(prepare, self.folder, directory, files, version, store=self.store, extra_bytes=extra_bytes)
         missing = await asyncio.to_thread(fill)
         on_held({piece.digest for piece in pieces_of(files, directory, version)} - {piece.digest for piece in missing})
         if missing:
             of = [manifest, *others]
-            await self._transfer(missing, of, directory, lambda chunk: on_held((chunk,)))
+            await self.transfer(missing, of, directory, lambda chunk: on_held((chunk,)))

@@ -1,23 +1,26 @@
-"""A relay as a source of chunks: like any other, but it may still be filling, and says which chunks it has.
+"""Relays as sources of chunks: like any other, but they may still be filling, and say which chunks they have.
 
-Its answer is a bit for each of a version's chunks, in the order in which the manifest names them first. A fetch by patches
-needs chunks of several versions, so a relay is asked about each of them.
+A relay's answer is a bit for each of a version's chunks, in the order in which the manifest names them first. A fetch by
+patches needs chunks of several versions, so a relay is asked about each of them. What it says may be wrong: it is asked for
+a chunk and fails, and is left like any other source.
 
 Relays are strangers. The coordinator checked that the holder of the key serves at the URL, and at which address. That
 address is asked.
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from shoal.errors import NothingYet, PeerError
 from shoal.net.client import Client
 from shoal.protocol.messages import Manifest
 from shoal.protocol.messages.relays import RelayEntry
-from shoal.weights.fetch.blocklist import SourceBlocklist
-from shoal.weights.fetch.chunks import sized_chunks
-from shoal.weights.fetch.sources import ChunkSource, HttpSource
+from shoal.weights.fetch.chunks import Chunk, sized_chunks
+from shoal.weights.fetch.scheduler import WRONG_CHUNKS, SourceFault, SourceScheduler
+from shoal.weights.fetch.sources import ChunkSource, HttpSource, Passing, is_filling
 from shoal.weights.manifest import content_of
 
 LIST_EVERY_S = 60.0
@@ -131,3 +134,184 @@ class Relays:
         for source in found if len(found) <= FEW else []:
             source.rank = rank_of_few
         return found
+
+
+# --- which sources a node leaves out of its next fetches, and until when ---
+#
+# A fetch forgets its sources when it ends. Without this memory a source could send wrong bytes at the beginning of each
+# fetch. Blame is the node's own: it tells nobody, and nobody can make it blame another.
+
+
+UNREACHED_S = 600.0
+"""A source that gave no answer in a whole fetch is left out for this long: the next versions must not wait for it."""
+
+LIAR_S = 3600.0
+"""A source is left out for this long when it sent WRONG_CHUNKS wrong chunks, and twice as long as before when it sends
+another one afterwards."""
+
+LONGEST_S = 7 * 86_400.0
+"""Longest time for which a source is left out."""
+
+FORGET_S = 86_400.0
+"""A wrong chunk is forgotten after this time, or this long after a source was left out for the last time."""
+
+MOST_SOURCES = 512
+"""Sources that are remembered. Those that are left out for the shortest time are forgotten first."""
+
+
+@dataclass
+class _Memory:
+    """What is remembered of a source."""
+
+    wrong: int = 0
+    """Wrong chunks that it sent."""
+    times: int = 0
+    """How often it was left out for them."""
+    until: float = 0.0
+    """It is left out until then."""
+    forget_at: float = 0.0
+
+
+class SourceBlocklist:
+    """The sources that a node leaves out, by name."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._known: dict[str, _Memory] = {}
+
+    def __contains__(self, name: str) -> bool:
+        known = self._known.get(name)
+        return known is not None and self._clock() < known.until
+
+    def reached(self, name: str) -> None:
+        """A source answered. If it lied, it stays out."""
+        if (known := self._known.get(name)) is not None and not known.wrong:
+            del self._known[name]
+
+    def unreached(self, name: str) -> None:
+        """A source gave no answer in a whole fetch."""
+        known, now = self._of(name), self._clock()
+        known.until = max(known.until, now + UNREACHED_S)
+        known.forget_at = max(known.forget_at, known.until)
+
+    def lied(self, name: str) -> None:
+        """A source sent a wrong chunk."""
+        known, now = self._of(name), self._clock()
+        known.wrong += 1
+        if known.wrong >= WRONG_CHUNKS and known.until <= now:  # the first may have been damaged on the way
+            known.until = now + min(LIAR_S * 2.0 ** min(known.times, 16), LONGEST_S)
+            known.times += 1
+        known.forget_at = max(known.until, now) + FORGET_S
+
+    def _of(self, name: str) -> _Memory:
+        """What is known of a source, if that is not to be forgotten. There is room for it."""
+        now = self._clock()
+        self._known = {other: known for other, known in self._known.items() if now < known.forget_at}
+        while len(self._known) >= MOST_SOURCES and name not in self._known:  # guard: few-are-remembered
+            del self._known[min(self._known, key=lambda other: self._known[other].until)]
+        return self._known.setdefault(name, _Memory())
+
+
+# --- which source has which chunks, within a fetch ---
+
+
+ASK_SOON_S, ASK_EVERY_S = 0.5, 1.0
+"""Time between the first two questions to a source that lacks chunks, and between all others."""
+
+ASK_SELDOM_S = 4.0
+"""The same while it is known to have LOOK_AT chunks that wait: in a swarm everybody asks everybody, and each question costs
+two machines milliseconds."""
+
+LOOK_AT = 32
+"""Of so many chunks the rarest is asked for."""
+
+
+class Holdings:
+    """What the sources of a fetch have, by their index. A source that never says so has everything."""
+
+    def __init__(self, sources: Sequence[ChunkSource], choice: SourceScheduler, waiting: Collection[Chunk]) -> None:
+        """`waiting` are all chunks that are wanted, in the order in which they are best asked for, last first. The caller
+        takes out those that were asked for."""
+        self._choice, self._waiting, self._wanted = choice, waiting, frozenset(piece.digest for piece in waiting)
+        self._fillers = {i: source for i, source in enumerate(sources) if is_filling(source)}
+        self._held: dict[int, Collection[str]] = {index: frozenset() for index in self._fillers}
+        self._offered = {index: [] if index in self._fillers else [*waiting] for index in range(len(sources))}
+        """The waiting chunks that each source has, last first, and perhaps some that wait no longer."""
+        for index in self._fillers:
+            choice.sources[index].idle = True
+
+    @property
+    def fillers(self) -> list[int]:
+        """The sources that say what they have."""
+        return list(self._fillers)
+
+    def lacks(self, piece: Chunk) -> list[int]:
+        """The sources that do not have a chunk."""
+        return [index for index, held in self._held.items() if piece.digest not in held]
+
+    def pick(self, index: int) -> Chunk | None:
+        """The waiting chunk that a source is asked for: one that is begun, or the rarest of some.
+
+        Without any, the source is idle until it says more, or `waits_again`.
+        """
+        found = self._some(index)
+        if not found:
+            self._choice.sources[index].idle = True
+            return None
+        return min(found, key=self._order) if self._fillers else found[0]
+
+    def _some(self, index: int) -> list[Chunk]:
+        """At most LOOK_AT waiting chunks that a source has."""
+        offered, found = self._offered[index], dict[Chunk, None]()
+        while offered and len(found) < LOOK_AT:
+            piece = offered.pop()
+            if piece in self._waiting:
+                found[piece] = None  # once, however often it waited again
+        offered.extend(reversed(found))
+        return [*found]
+
+    def waits_again(self, piece: Chunk) -> None:
+        """A chunk that was asked for waits again."""
+        for index, offered in self._offered.items():
+            if piece.digest in self._held.get(index, (piece.digest,)):
+                offered.append(piece)
+                self._choice.sources[index].idle = False
+
+    def _offers(self, index: int, held: Collection[str] | None) -> None:
+        """A source says that it has chunks; None means all."""
+        if held is None:
+            self._held.pop(index, None)
+        else:
+            self._held[index] = held
+        self._offered[index] = [piece for piece in self._waiting if held is None or piece.digest in held]
+        self._choice.sources[index].idle = False
+
+    async def follow(
+        self, index: int, changed: Callable[[], None], blame: Callable[[SourceFault, str, float], None]
+    ) -> None:
+        """Ask a source what it has until it has everything that is wanted. `blame` is told of its faults."""
+        clock = asyncio.get_running_loop().time
+        source, standing = self._fillers[index], self._choice.sources[index]
+        most, pause_s = 0, ASK_SOON_S
+        while not standing.never:
+            try:
+                held = await source.holds()
+            except PeerError as error:
+                blame(SourceFault.FAILED, str(error), error.retry_s if isinstance(error, Passing) else 0.0)
+            else:
+                if held is None or held != self._held[index]:
+                    self._offers(index, held)
+                    changed()
+                if held is not None and (count := len(self._wanted.intersection(held))) > most:
+                    most, standing.grew_at = count, clock()
+                if held is None or self._wanted <= frozenset(held):
+                    return
+            asked_at = clock()
+            await asyncio.sleep(max(pause_s, standing.rests_until - asked_at))
+            while len(self._some(index)) == LOOK_AT and clock() - asked_at < ASK_SELDOM_S:
+                await asyncio.sleep(ASK_EVERY_S)
+                standing.grew_at = clock()
+            pause_s = ASK_EVERY_S
+
+    def _order(self, piece: Chunk) -> tuple[bool, int]:
+        return piece.part is None, sum(piece.digest in held for held in self._held.values())

@@ -10,9 +10,7 @@ from shoal.weights.fetch.chunks import Chunk, PartialChunk
 
 # --- Which source is asked for the next chunk, and which are left alone for how long ---
 #
-# Decisions from measured goodput.
-#
-# It is pure: clock and randomness are arguments, so a fetch replays from a seed.
+# Clock and randomness are arguments, so a fetch replays from a seed.
 #
 # A source's rate is that of one request: its bytes over its seconds, both halved every HALF_LIFE_S, together with PRIOR_S
 # seconds at the mean of the others. So a source that was slow is tried again when what was measured of it has faded.
@@ -307,8 +305,6 @@ def _is_worth(index: int, rates: Mapping[int, float], size: int, waiting_bytes: 
 # --- Requests for chunks that are under way ---
 #
 # Which come too slowly, and what two that race for one chunk cost.
-#
-# These are decisions about numbers: nothing here asks, waits or writes.
 
 
 IN_FLIGHT = 16

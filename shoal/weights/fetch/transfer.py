@@ -1,4 +1,12 @@
-"""Transfer of a version's chunks from several sources, and its progress."""
+"""Transfer of a version's missing chunks from several sources at once, and its progress.
+
+`scheduler` decides who is asked. A transfer ends as long as one source serves right bytes, however slowly. No chunk is held
+in memory.
+
+A chunk that one source began may be finished by another. If the whole is then wrong, nobody is blamed yet: the chunk is
+fetched again from one source alone, and the sources of bytes that differ from the right ones are named. Otherwise a
+source could send bad bytes, stop, and let an honest one be blamed.
+"""
 
 import asyncio
 import contextlib
@@ -8,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from shoal.errors import PeerError
-from shoal.weights.fetch.availability import Holdings
 from shoal.weights.fetch.chunks import Chunk, PartialChunk, ReceivedRange
+from shoal.weights.fetch.relay_sources import Holdings
 from shoal.weights.fetch.scheduler import (
     IN_FLIGHT,
     LAST,
@@ -21,11 +29,6 @@ from shoal.weights.fetch.scheduler import (
     latest,
 )
 from shoal.weights.fetch.sources import ChunkSource, HostAway, Passing, WrongBytes, is_filling
-
-# --- Tells how far a fetch is, if it takes more than a moment ---
-#
-# It gets the time, and passes lines on.
-
 
 FIRST_REPORT_S = 3.0
 """A fetch that takes less than this is not worth a line."""
@@ -59,18 +62,6 @@ class Progress:
             f"fetched={here_bytes / self._total:.0%} of_mb={self._total / 1e6:.0f} mb_per_s={rate / 1e6:.2f} "
             f"left_s={left} sources={num_sources}"
         )
-
-
-# --- Gets missing chunks from several sources at once ---
-#
-# Asks, watches, goes on elsewhere, and blames by evidence.
-#
-# `scheduler` decides who is asked; this file knows the chunks and their bytes. It ends as long as one source serves right
-# bytes, however slowly. No chunk is held in memory.
-#
-# A chunk that one source began may be finished by another. If the whole is then wrong, nobody is blamed yet: the chunk is
-# fetched again from one source alone, and the sources of bytes that differ from the right ones are named. Otherwise a
-# source could send bad bytes, stop, and let an honest one be blamed.
 
 
 SILENCE_S = 20.0
@@ -285,7 +276,7 @@ class Transfer:
         """Put a chunk into its places, or hand on what there is of it; and let the source answer for it. Raises OSError."""
         piece, part, now = attempt.piece, attempt.part, self._clock()
         if part.matches(piece):
-            part.place(piece)
+            piece.take(part.path)
             self._left.discard(piece)
             self._placed_bytes += piece.size
             self._choice.gave(attempt.source)

@@ -31,21 +31,9 @@ from shoal.ledger.hints import (
     SILENT_REMEDY,
     split_remedy,
 )
-from shoal.monitors import (
-    clock,
-    collapse,
-    disk,
-    entropy,
-    log_ratio,
-    no_signal,
-    poisoning,
-    reward_hacking,
-    slow_publishing,
-    stragglers,
-    validator_disagreement,
-)
-from shoal.monitors.alarm_state import AlarmChange
-from shoal.monitors.trainer_waits import LEASED, UNLEASED
+from shoal.monitors import host, learning, nodes
+from shoal.monitors.alarms import AlarmChange
+from shoal.monitors.host import LEASED, UNLEASED
 from shoal.protocol.env_faults import REPLY_REFUSED
 from shoal.protocol.rollout_validation import MODEL_REMEDY, ROOM_REMEDY
 from shoal.runs.run_status import RunStatus, SampleConversation, seconds_left
@@ -137,13 +125,15 @@ def test_what_to_do_about_an_alarm_is_whole_beside_a_long_cause(snapshot: RunSta
 @pytest.mark.parametrize(
     ("remedy", "core"),
     [
-        (clock.REMEDY, "by NTP"), (collapse.REMEDY, "a smaller train.lr"), (disk.REMEDY, "storage.window_steps"),
-        (disk.QUOTA, "storage.quota_mb"), (log_ratio.REMEDY, "Lower train.lr"), (entropy.REMEDY, "a smaller train.lr"),
-        (reward_hacking.REMEDY, "Read rollouts"), (no_signal.EASY, "harder tasks"), (no_signal.HARD, "`shoal env check`"),
-        (no_signal.CUT.format(0.6), "sampling.max_turn_tokens"), (no_signal.FALLEN, "a smaller train.lr"),
-        (poisoning.remedy("3b6a27bcceb6"), "`shoal credits RUN 3b6a27bcceb6`"), (slow_publishing.REMEDY, "policy.adapter"),
-        (stragglers.REMEDY, "kick it"), (stragglers.ENVIRONMENT_REMEDY, "Correct the environment"),
-        (validator_disagreement.REMEDY, "`shoal audit RUN`"),
+        (nodes.CLOCK_REMEDY, "by NTP"), (nodes.STRAGGLERS_REMEDY, "kick it"),
+        (nodes.STOPPED_ENVIRONMENT_REMEDY, "Correct the environment"), (nodes.VALIDATORS_REMEDY, "`shoal audit RUN`"),
+        (nodes.poisoning_remedy("3b6a27bcceb6"), "`shoal credits RUN 3b6a27bcceb6`"),
+        (host.DISK_REMEDY, "storage.window_steps"), (host.QUOTA_REMEDY, "storage.quota_mb"),
+        (host.PUBLISHING_REMEDY, "policy.adapter"), (learning.COLLAPSE_REMEDY, "a smaller train.lr"),
+        (learning.DRIFT_REMEDY, "Lower train.lr"), (learning.ENTROPY_REMEDY, "a smaller train.lr"),
+        (learning.HACKING_REMEDY, "Read rollouts"), (learning.EASY, "harder tasks"),
+        (learning.HARD, "`shoal env check`"), (learning.CUT.format(0.6), "sampling.max_turn_tokens"),
+        (learning.FALLEN, "a smaller train.lr"),
     ],
 )  # fmt: skip
 def test_the_core_of_a_remedy_comes_before_a_small_terminal_cuts_it(
@@ -156,12 +146,12 @@ def test_the_core_of_a_remedy_comes_before_a_small_terminal_cuts_it(
 
 def test_the_alarm_of_a_pause_leaves_its_cause_to_the_wait_and_has_its_remedy_whole(snapshot: RunStatus) -> None:
     summary = "the last 512 groups have no signal; at 500 the run pauses"
-    alarm = Alarm("no_signal", "critical", 12, 13, summary, no_signal.FALLEN)
+    alarm = Alarm("no_signal", "critical", 12, 13, summary, learning.FALLEN)
     for phase in ("running", "paused"):
         status = msgspec.structs.replace(snapshot.status, phase=phase, pause_cause="no signal")
         lines = lines_of(replace(snapshot, status=status, alarms=[alarm]), 80, 24)
         text = " ".join(line.strip("│ ") for line in lines)
-        assert (f"the run has paused. {no_signal.FALLEN}" in text) == (phase == "paused")
+        assert (f"the run has paused. {learning.FALLEN}" in text) == (phase == "paused")
         assert ("512 groups" in text) == (phase == "running")
 
 

@@ -28,7 +28,7 @@ from shoal.metrics import METRICS
 from shoal.roles.auditor.rescore import rebuilt, scored
 from shoal.run_folder import RunFolder
 from shoal.runs.replay import GroupRef
-from shoal.verification.checks import sampling
+from shoal.verification.audit_checks import sampling
 from shoal.views.web import csv_export
 from shoal.views.web.app import HEADERS, page_app
 from shoal.views.web.charts import Chart, ChartLine, chart_of, compared, picture_of
@@ -506,7 +506,7 @@ def test_the_legend_has_the_limit_that_findings_have(town, shelf):
             bounds = work.bench.state.rules.bounds["float32/float32"]
             wide = found[0].gaps_P + np.float32(3 * bounds.gap)
             scores = [found[0]._replace(gaps_P=wide), *found[1:]]
-            return sampling.check(work.group, SimpleNamespace(bounds=bounds, scores=scores)), bounds
+            return sampling(work.group, SimpleNamespace(bounds=bounds, scores=scores)), bounds
 
     found, bounds = asyncio.run(failure())
     assert found.detail.startswith("token that its seed does not choose")
