@@ -134,7 +134,7 @@ def test_a_validator_whose_environment_dies_accuses_nobody(tmp_path: Path) -> No
     async def kill() -> None:
         while not hasattr(validator, "seat"):
             await asyncio.sleep(0.01)
-        env: Any = validator.seat.envs["stops"]
+        env: Any = validator.session.envs["stops"]
         ask = env.pool._answer
 
         def dead(process: Any, job: Any, patience: float) -> Any:

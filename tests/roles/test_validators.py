@@ -16,6 +16,7 @@ from shoal.ledger.verdicts import VerdictGiven
 from shoal.protocol import messages as t
 from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.coordinator.verdicts import _why_skipped, next_check, take_verdict
+from shoal.roles.node.node import Node
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman, Idler
 from tests.roles.in_memory_run import Town, tiny_run
@@ -32,9 +33,8 @@ def town_of_three(path, law=LAW):
 
 def validator(town, number, kind=Validator):
     home = town.folder.nodes / f"validator-{number}"
-    return kind(
-        town.client(town.folder.keys / f"validator-{number}.key"), home, partial(LocalEngine, 1), own_files=True
-    )
+    client = town.client(town.folder.keys / f"validator-{number}.key")
+    return kind(Node(client, client.key.public, town.options(home), partial(LocalEngine, 1)))
 
 
 def key_of(town, number):
