@@ -12,6 +12,7 @@ import pytest
 from shoal.envs.builtin.arithmetic import Arithmetic
 from shoal.errors import Overreach
 from shoal.roles.auditor.recompute import GroupChoice, audit_rollouts
+from shoal.roles.node import node
 from shoal.roles.node.session import Session
 from shoal.runs.public_run import FolderRun
 from shoal.weights import memory_limit
