@@ -136,7 +136,7 @@ def test_each_work_of_a_node_is_compared_with_what_its_gpu_has(tmp_path, monkeyp
         demand(replace(limit, free_gpu=lambda: short), sentence, need_bytes, gpu_bytes)
 
     monkeypatch.setattr(Memory, "demand", watched)
-    stranger(nodes[role]).max_memory_mb = 100_000
+    stranger(nodes[role], max_memory_mb=100_000)
     fault = stopped_by(town, town.trainer(), *nodes.values())
     assert fault.startswith(what) and "of the GPU's memory" in fault and asked
 

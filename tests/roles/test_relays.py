@@ -60,7 +60,7 @@ class Impostor(httpx.AsyncBaseTransport):
 
 def guest(town, home):
     key = load_or_make_key(home / "node.key")
-    make = town.worker("x").make_engine
+    make = town.worker("x").node.make_engine
     return Worker(Node(Client(URL, key, transport=Impostor(town)), key.public, town.options(home), make))
 
 

@@ -220,7 +220,7 @@ def test_a_run_that_declares_int8_actors_accepts_them_and_nobody_else(tmp_path):
     """The policy is published in float32; workers sample it with its matrices rounded, and say so."""
     town = Town(tmp_path / "run", tiny_run(sampling={"dtype": "int8"}, steps=2))
     as_float32 = town.worker("float32")
-    as_float32.make_engine = lambda dtype: LocalEngine(threads=1, dtype="float32")
+    as_float32.node.make_engine = lambda dtype: LocalEngine(threads=1, dtype="float32")
     honest = town.worker("int8")
 
     async def story():
