@@ -9,7 +9,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.install_consent import packages_of
 from shoal.cli.options import (
@@ -23,9 +23,11 @@ from shoal.cli.options import (
     url_argument,
 )
 from shoal.cli.process_setup import cores, demand_torch, log_to_stderr
-from shoal.config.role_options import NodeOptions
 from shoal.errors import ConfigError
 from shoal.terminal import say
+
+if TYPE_CHECKING:
+    from shoal.config.role_options import NodeOptions
 
 NICE = 10
 """Priority of a worker that shall not take the whole CPU: what the user does comes first."""
@@ -206,7 +208,9 @@ def validate(args: argparse.Namespace) -> None:
             run_role(Validator(node))
 
 
-def _options(args: argparse.Namespace, home: Path, threads: int, engine: str = "") -> NodeOptions:
+def _options(args: argparse.Namespace, home: Path, threads: int, engine: str = "") -> "NodeOptions":
+    from shoal.config.role_options import NodeOptions
+
     return NodeOptions(
         url=args.url, home=str(home), name=args.name, threads=threads, device=args.device, engine=engine,
         max_memory_mb=args.max_memory, max_disk_mb=args.max_disk,

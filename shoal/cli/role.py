@@ -9,10 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from shoal.cli.process_setup import log_to_stderr
-from shoal.config.role_options import EvalOptions, NodeOptions
 from shoal.errors import ShoalError
 
 
@@ -49,8 +46,12 @@ def role(args: argparse.Namespace) -> None:
     die_with_parent()
     # Until a role handles SIGTERM itself, the signal ends it as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    import msgspec
+
+    from shoal.config.role_options import EvalOptions, NodeOptions
+
     options = msgspec.json.decode(args.options)
-    log_to_stderr(Path(options["home"]).name if "home" in options else args.name, _log_form(args.run_dir))
+    log_to_stderr(options.get("name") or args.name, _log_form(args.run_dir))
     if args.name == "coordinator":
         from shoal.roles.coordinator.main import main
 

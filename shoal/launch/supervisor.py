@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import msgspec
@@ -243,21 +244,17 @@ class LocalRun:
         config = self._config
         if any(env.kind == COMPLETIONS for env in config.envs):
             self._stage = [self._role("stage", threads=1)]
-        shifts = self._shifts.folder_of("train")
-        queue = ["--shifts", shifts] if shifts else []
-        self._trainer = self._role("trainer", config.train.threads, "--url", url, *queue)
+        shifts = ("--shifts", self._shifts.folder_of("train"))
+        self._trainer = self._role("trainer", config.train.threads, "--url", url, *(shifts if shifts[1] else ()))
         for i in range(config.validators.count):
             key_file = str(self._folder.keys / f"validator-{i}.key")
             self._validators.append(self._node(f"validator-{i}", url, "validators", key_file=key_file))
         if not self._with_workers:
             return
-        cheats = list(CHEATS)
         for i in range(config.workers.count):
-            engine = config.workers.engine
-            self._workers.append(self._node(f"worker-{i}", url, "workers", engine=engine))
-        for i in range(config.workers.cheating):  # a cheat changes what our own engine says
-            cheat = cheats[i % len(cheats)]
-            self._workers.append(self._node(f"cheater-{i}", url, "workers", cheat=cheat))
+            self._workers.append(self._node(f"worker-{i}", url, "workers", engine=config.workers.engine))
+        for i, cheat in zip(range(config.workers.cheating), cycle(CHEATS), strict=False):
+            self._workers.append(self._node(f"cheater-{i}", url, "workers", cheat=cheat))  # of our own engine's words
 
     def _node(
         self, name: str, url: str, section: str, key_file: str = "", engine: str = "", cheat: str = ""

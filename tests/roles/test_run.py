@@ -301,7 +301,7 @@ def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
             killed = asyncio.create_task(worker.run())
             # Wait until it plays: a fetch goes on in its thread, and writes to the folder that the next worker uses.
             leases = town.desk.state.leases
-            while not hasattr(worker, "seat") or not any(
+            while not hasattr(worker, "session") or not any(
                 leases[i].version == worker.session.engine.version >= 1 for i in town.desk.state.open_leases
             ):
                 await asyncio.sleep(0.01)

@@ -77,7 +77,7 @@ def test_a_node_keeps_a_share_of_its_disk_free(tmp_path, monkeypatch, role):
     assert isinstance(fault, PeerError) and "limit of this node 32812: allow more (--max-memory, --max-disk)" in str(
         fault
     )
-    assert not list((town.folder.nodes / nodes[role].home.name).glob("weights/v*"))
+    assert not list((town.folder.nodes / nodes[role].node.home.name).glob("weights/v*"))
 
 
 def test_a_node_keeps_to_the_disk_that_it_was_given(tmp_path):

@@ -95,7 +95,7 @@ def test_a_validator_that_dies_leaves_its_submissions_to_the_next(tmp_path):
 async def until_submitted(town, *roles):
     """Let roles work until a submission waits for validators; returns its check for the first of two that joined."""
     for number in (0, 1):
-        await validator(town, number)._join()
+        await validator(town, number).join()
     work = asyncio.create_task(town.live(*roles))
     while not town.desk.state.pending:
         assert not work.done(), work.exception()
@@ -300,7 +300,7 @@ def test_a_run_with_a_validator_that_joined_and_left_waits_for_it_twice_and_no_m
     law = Law(turn_s=2.0)
     town = Town(tmp_path / "run", tiny_run(validators={"count": 2}, steps=4), law=law)
     gone = validator(town, 0)
-    asyncio.run(gone._join())
+    asyncio.run(gone.join())
     asyncio.run(town.live(town.trainer(), town.worker("honest"), validator(town, 1)))
     audit = town.audit()
     waits = [
