@@ -1,7 +1,6 @@
 """A whole run on this machine: start its roles as processes, keep them alive, show how it goes, stop them in order.
 
-It knows processes, files and the coordinator's status. It imports no role, because roles are started by command. It
-remembers nothing that matters: after a kill at any moment, the same command resumes the run.
+Roles are started by command. After a kill at any moment, the same command resumes the run.
 """
 
 import contextlib
@@ -236,9 +235,8 @@ class LocalRun:
 
     def _start_notice(self) -> str:
         done = self._metrics.read()
-        if not self._folder.log.exists() or not done:
-            return "starting the coordinator"
-        return f"starting the coordinator: it reads the log of the {int(done[-1]['step']) + 1} steps so far"
+        reads = f": it reads the log of the {int(done[-1]['step']) + 1} steps so far" if done else ""
+        return f"starting the coordinator{reads if self._folder.log.exists() else ''}"
 
     def _start_others(self, url: str) -> None:
         config = self._config
