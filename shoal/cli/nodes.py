@@ -9,7 +9,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.install_consent import packages_of
 from shoal.cli.options import (
@@ -25,6 +25,9 @@ from shoal.cli.options import (
 from shoal.cli.process_setup import cores, demand_torch, log_to_stderr
 from shoal.errors import ConfigError
 from shoal.terminal import say
+
+if TYPE_CHECKING:
+    from shoal.config.role_options import NodeOptions
 
 NICE = 10
 """Priority of a worker that shall not take the whole CPU: what the user does comes first."""
@@ -165,9 +168,9 @@ def join(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from shoal.launch.pause import name_worker, on_pause_signals
-    from shoal.roles.node.activity import NodeActivity
+    from shoal.roles.node.node import Node, run_role
     from shoal.roles.node.throttle import Allowance, Hours
-    from shoal.roles.worker import worker
+    from shoal.roles.worker.worker import Worker
     from shoal.views.terminal.node_view import NodeView, shown
 
     _log(args, "worker")
@@ -177,13 +180,10 @@ def join(args: argparse.Namespace) -> None:
         os.nice(NICE)
     with on_pause_signals(allowance.pause, allowance.resume), _home(args) as (home, lock_fd):
         name_worker(lock_fd)
-        packages, share_port, doing = packages_of(args.url), _share_port(args), NodeActivity()
-        with shown(NodeView("worker", args.url, doing, allowance), Console(stderr=True)):
-            worker.main(
-                args.url, home, threads, args.max_memory, args.name, max_disk_mb=args.max_disk, packages=packages,
-                share_port=share_port, share_url=args.share_url, device=args.device, engine=args.engine,
-                allowance=allowance, doing=doing,
-            )  # fmt: skip
+        options = _options(args, home, threads, engine=args.engine)
+        node = Node.open(options, packages_of(args.url), _share(args), allowance)
+        with shown(NodeView("worker", args.url, node.activity, allowance), Console(stderr=True)):
+            run_role(Worker(node))
 
 
 def node(args: argparse.Namespace) -> None:
@@ -197,19 +197,24 @@ def validate(args: argparse.Namespace) -> None:
     demand_torch()
     from rich.console import Console
 
-    from shoal.roles import validator
-    from shoal.roles.node.activity import NodeActivity
+    from shoal.roles.node.node import Node, run_role
+    from shoal.roles.validator import Validator
     from shoal.views.terminal.node_view import NodeView, shown
 
     _log(args, "validator")
     with _home(args) as (home, _):
-        packages, share_port, doing = packages_of(args.url), _share_port(args), NodeActivity()
-        with shown(NodeView("validator", args.url, doing), Console(stderr=True)):
-            validator.main(
-                args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory,
-                packages=packages, share_port=share_port, share_url=args.share_url, device=args.device, doing=doing,
-                name=args.name,
-            )  # fmt: skip
+        node = Node.open(_options(args, home, args.threads or cores()), packages_of(args.url), _share(args))
+        with shown(NodeView("validator", args.url, node.activity), Console(stderr=True)):
+            run_role(Validator(node))
+
+
+def _options(args: argparse.Namespace, home: Path, threads: int, engine: str = "") -> "NodeOptions":
+    from shoal.config.role_options import NodeOptions
+
+    return NodeOptions(
+        url=args.url, home=str(home), name=args.name, threads=threads, device=args.device, engine=engine,
+        max_memory_mb=args.max_memory, max_disk_mb=args.max_disk,
+    )  # fmt: skip
 
 
 def _log(args: argparse.Namespace, role: str) -> None:
@@ -217,12 +222,11 @@ def _log(args: argparse.Namespace, role: str) -> None:
     log_to_stderr(role if args.log else "", into=args.log)
 
 
-def _share_port(args: argparse.Namespace) -> int | None:
-    """Where the node serves its weights; None if it does not."""
+def _share(args: argparse.Namespace) -> tuple[int, str] | None:
+    """Port and URL at which the node serves its weights; None if it does not."""
     if args.share_url and not args.share:
         raise ConfigError("--share-url says where others reach what you share: add --share, or leave it out")
-    port: int = args.share_port
-    return port if args.share else None
+    return (args.share_port, args.share_url) if args.share else None
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from shoal.cli.process_setup import log_to_stderr
 from shoal.errors import ShoalError
-from shoal.models.device import CPU
 
 
 def add_commands(commands: Any) -> None:
@@ -34,16 +33,10 @@ def add_commands(commands: Any) -> None:
             "dashboard",
         ),
     )
-    for flag in ("--run-dir", "--home", "--key", "--checkpoint", "--out", "--meeting", "--shifts"):
+    for flag in ("--run-dir", "--meeting", "--shifts"):
         p.add_argument(flag, type=Path)
-    for flag in ("--url", "--cheat"):
-        p.add_argument(flag, default="")
-    p.add_argument("--name", dest="node_name", default="")
-    p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--device", default=CPU)
-    p.add_argument("--engine", default="")
-    p.add_argument("--one-in", type=int, default=1)
-    p.add_argument("--own-files", action="store_true")
+    p.add_argument("--url", default="")
+    p.add_argument("--options", default="{}")
 
 
 def role(args: argparse.Namespace) -> None:
@@ -53,7 +46,12 @@ def role(args: argparse.Namespace) -> None:
     die_with_parent()
     # Until a role handles SIGTERM itself, the signal ends it as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    log_to_stderr(args.home.name if args.home else args.name, _log_form(args.run_dir))
+    import msgspec
+
+    from shoal.config.role_options import EvalOptions, NodeOptions
+
+    options = msgspec.json.decode(args.options)
+    log_to_stderr(options.get("name") or args.name, _log_form(args.run_dir))
     if args.name == "coordinator":
         from shoal.roles.coordinator.main import main
 
@@ -89,20 +87,15 @@ def role(args: argparse.Namespace) -> None:
     elif args.name == "validator":
         from shoal.roles import validator
 
-        validator.main(
-            args.url, args.home, args.threads, args.key, args.own_files, device=args.device, shifts=args.shifts
-        )
+        validator.main(msgspec.convert(options, NodeOptions))
     elif args.name == "worker":
         from shoal.roles.worker import worker
 
-        worker.main(
-            args.url, args.home, args.threads, 0, args.node_name, args.cheat, args.own_files, device=args.device,
-            engine=args.engine, shifts=args.shifts,
-        )  # fmt: skip
+        worker.main(msgspec.convert(options, NodeOptions))
     else:
         from shoal.jobs import evaluate
 
-        evaluate.for_run(args.run_dir, args.checkpoint, args.one_in, args.out, args.threads, args.shifts)
+        evaluate.for_run(args.run_dir, msgspec.convert(options, EvalOptions))
 
 
 def _log_form(run_dir: Path | None) -> Literal["text", "json"]:

@@ -17,6 +17,7 @@ from shoal.chat.isolated import RendererLimits
 from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig, sampling_of
 from shoal.config.env_settings import JudgeConfig
+from shoal.config.role_options import EvalOptions
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.env import Env
 from shoal.envs.evaluate import BATCH, Evaluation, MixedEvaluation, as_text, eval_sampling, evaluate, mixed
@@ -234,23 +235,21 @@ def figures_of(
     return evaluate(policy.engine, policy.renderer, env, episodes, seed, sampling, samples, progress)
 
 
-def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: int, shifts: Path | None = None) -> None:
-    """Evaluate a run's checkpoint on each of its environments, with the run's sampling and one in so many of its episodes,
-    but MIN_EPISODES if there are so many. Raises as `main`.
+def for_run(run_dir: Path, options: EvalOptions) -> None:
+    """Evaluate a run's checkpoint on each of its environments, with the run's sampling. Raises as `main`.
 
     Each environment is evaluated by itself, so `shoal eval` gives the same figures if the run file leaves `eval.rows` and
-    `eval.dtype` as they are. A judge of the run file scores the same episodes again. `shifts` is the folder in which the
-    processes queue that share the device, if any do.
+    `eval.dtype` as they are. A judge of the run file scores the same episodes again.
     """
-    folder = RunFolder(run_dir)
-    plan, device = plan_of_run(folder, checkpoint, one_in), folder.config().workers.device
-    shift = shift_of(shifts, "evaluation")
+    folder, checkpoint = RunFolder(run_dir), Path(options.checkpoint)
+    plan, device = plan_of_run(folder, checkpoint, options.one_in), folder.config().workers.device
+    shift = shift_of(Path(options.shifts) if options.shifts else None, "evaluation")
     with shift.held():
-        spec = EngineSpec(dtype=plan.dtype, threads=threads, device=device)
+        spec = EngineSpec(dtype=plan.dtype, threads=options.threads, device=device)
         policy = _load(checkpoint, spec, partial(Renderer.from_directory, stops=plan.stops), shift)
         games = {env.label: env_of(env) for env in plan.envs}
         figures = dict(_play(plan, policy, games, lambda done: shift.pause()))
-    write_atomically(out, msgspec.json.encode(_whole(plan, figures)))
+    write_atomically(Path(options.out), msgspec.json.encode(_whole(plan, figures)))
 
 
 def _load(

@@ -156,15 +156,15 @@ class Shifts:
     folder: RunFolder
     devices: frozenset[str] = frozenset()
 
-    def flags(self, section: str) -> list[str]:
-        """What a section's processes are started with."""
+    def folder_of(self, section: str) -> str:
+        """The folder in which a section's processes queue; empty if none of them share a device."""
         device = self._device(section) if self.devices else ""
-        return ["--shifts", str(self.folder.shifts / device)] if device in self.devices else []
+        return str(self.folder.shifts / device) if device in self.devices else ""
 
     def in_words(self) -> list[str]:
         """A line for each device."""
         return [
-            f"These take shifts on {device}: {', '.join(name for key, name in SECTIONS.items() if self.flags(key))}. "
+            f"These take shifts on {device}: {', '.join(name for key, name in SECTIONS.items() if self.folder_of(key))}. "
             'host.shifts = "off" lets all of them have its memory at once'
             for device in sorted(self.devices)
         ]
@@ -178,7 +178,7 @@ def shifts_of(config: RunConfig, folder: RunFolder, spec: ModelConfig | HFConfig
     take shifts cannot leave its device."""
     devices = shared_devices(config, spec, with_workers) if spec is not None else frozenset()
     found = Shifts(config, folder, devices)
-    if with_workers and config.workers.count and config.workers.engine and found.flags("workers"):
+    if with_workers and config.workers.count and config.workers.engine and found.folder_of("workers"):
         raise StateError(
             f'workers.engine = "{config.workers.engine}" keeps its memory on the device, and these processes must take '
             "shifts there: leave it out, set workers.count = 0, or give workers another device"

@@ -1,7 +1,6 @@
 """A whole run on this machine: start its roles as processes, keep them alive, show how it goes, stop them in order.
 
-It knows processes, files and the coordinator's status. It imports no role, because roles are started by command. It
-remembers nothing that matters: after a kill at any moment, the same command resumes the run.
+Roles are started by command. After a kill at any moment, the same command resumes the run.
 """
 
 import contextlib
@@ -10,13 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import msgspec
 from rich.console import Console, Group
 
 from shoal.chat.isolated import open_own
-from shoal.config import RunConfig
+from shoal.config import RunConfig, ValidatorsConfig, WorkersConfig
+from shoal.config.role_options import EvalOptions, NodeOptions
 from shoal.engine.dishonest import CHEATS
 from shoal.errors import ShoalError, StateError
 from shoal.evaluation_files import BEFORE
@@ -234,37 +235,40 @@ class LocalRun:
 
     def _start_notice(self) -> str:
         done = self._metrics.read()
-        if not self._folder.log.exists() or not done:
-            return "starting the coordinator"
-        return f"starting the coordinator: it reads the log of the {int(done[-1]['step']) + 1} steps so far"
+        reads = f": it reads the log of the {int(done[-1]['step']) + 1} steps so far" if done else ""
+        return f"starting the coordinator{reads if self._folder.log.exists() else ''}"
 
     def _start_others(self, url: str) -> None:
-        config, nodes = self._config, self._folder.nodes
+        config = self._config
         if any(env.kind == COMPLETIONS for env in config.envs):
             self._stage = [self._role("stage", threads=1)]
-        self._trainer = self._role("trainer", config.train.threads, "--url", url, *self._shifts.flags("train"))
+        shifts = ("--shifts", self._shifts.folder_of("train"))
+        self._trainer = self._role("trainer", config.train.threads, "--url", url, *(shifts if shifts[1] else ()))
         for i in range(config.validators.count):
-            name, threads = f"validator-{i}", config.validators.threads
-            where = ["--url", url, "--home", str(nodes / name), "--threads", str(threads), "--own-files"]
-            where += ["--device", config.validators.device, *self._shifts.flags("validators")]
-            key_file = str(self._folder.keys / f"{name}.key")
-            self._validators.append(self._role(name, threads, *where, "--key", key_file))
+            key_file = str(self._folder.keys / f"validator-{i}.key")
+            self._validators.append(self._node(f"validator-{i}", url, "validators", key_file=key_file))
         if not self._with_workers:
             return
-        cheats = list(CHEATS)
-        honest: list[tuple[str, list[str]]] = [(f"worker-{i}", []) for i in range(config.workers.count)]
-        cheating = [(f"cheater-{i}", ["--cheat", cheats[i % len(cheats)]]) for i in range(config.workers.cheating)]
-        for name, cheat in honest + cheating:
-            threads = config.workers.threads
-            where = ["--url", url, "--home", str(nodes / name), "--threads", str(threads), "--own-files"]
-            where += ["--device", config.workers.device, *self._shifts.flags("workers")]
-            if config.workers.engine and not cheat:  # a cheat changes what our own engine says
-                where += ["--engine", config.workers.engine]
-            self._workers.append(self._role(name, threads, *where, "--name", name, *cheat))
+        for i in range(config.workers.count):
+            self._workers.append(self._node(f"worker-{i}", url, "workers", engine=config.workers.engine))
+        for i, cheat in zip(range(config.workers.cheating), cycle(CHEATS), strict=False):
+            self._workers.append(self._node(f"cheater-{i}", url, "workers", cheat=cheat))  # of our own engine's words
+
+    def _node(
+        self, name: str, url: str, section: str, key_file: str = "", engine: str = "", cheat: str = ""
+    ) -> RoleProcess:
+        config: WorkersConfig | ValidatorsConfig = getattr(self._config, section)
+        options = NodeOptions(
+            url=url, home=str(self._folder.nodes / name), run_dir=str(self._folder.root), name=name, key_file=key_file,
+            threads=config.threads, device=config.device, engine=engine, cheat=cheat,
+            shifts=self._shifts.folder_of(section),
+        )  # fmt: skip
+        return self._role(name, config.threads, "--options", msgspec.json.encode(options).decode())
 
     def _evaluation(self, name: str, checkpoint: Path, out: Path, one_in: int) -> RoleProcess:
-        args = ["--checkpoint", str(checkpoint), "--out", str(out), "--one-in", str(one_in)]
-        return self._role(name, self._config.workers.threads, *args, *self._shifts.flags("workers"))
+        threads, shifts = self._config.workers.threads, self._shifts.folder_of("workers")
+        options = EvalOptions(checkpoint=str(checkpoint), out=str(out), one_in=one_in, threads=threads, shifts=shifts)
+        return self._role(name, threads, "--options", msgspec.json.encode(options).decode())
 
     def _role(self, name: str, threads: int, *args: str) -> RoleProcess:
         role = name.split("-")[0].replace("cheater", "worker")

@@ -53,7 +53,7 @@ def _worker(town: Town, name: str, cheat: str = "") -> Worker:
         engine = VllmEngine(1, dtype, **named)
         return cheating(cheat, engine) if cheat else engine
 
-    worker.make_engine = make_engine
+    worker.node.make_engine = make_engine
     return worker
 
 
@@ -70,7 +70,7 @@ def test_validators_of_other_engines_accept_what_vllm_samples(
     town = Town(tmp_path / "run", _run(run_file, steps=2))
     worker, validator = _worker(town, "vllm"), town.validator()
     if replays_with == "transformers":
-        validator.make_engine = partial(TransformersEngine, 1)
+        validator.node.make_engine = partial(TransformersEngine, 1)
     asyncio.run(town.live(town.trainer(), validator, worker))
     member = town.desk.state.members[worker.key]
     assert member.credits > 0 == member.refused

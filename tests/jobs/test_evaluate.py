@@ -13,6 +13,7 @@ from rich.console import Console
 
 from shoal.cli import main
 from shoal.config import EnvConfig, TinyPolicy
+from shoal.config.role_options import EvalOptions
 from shoal.env_packages.install import install
 from shoal.env_packages.install_policy import InstallDecision
 from shoal.env_packages.naming import read_reference
@@ -47,7 +48,9 @@ def evaluated(tmp_path):
         final = folder.checkpoints / "final"
         make_tiny(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=32), final, 1, "float32")
         for when in ("before", "after"):
-            evaluate.for_run(folder.root, final, 1, folder.evaluations / f"{when}.json", threads=1)
+            evaluate.for_run(
+                folder.root, EvalOptions(checkpoint=str(final), out=str(folder.evaluations / f"{when}.json"))
+            )
         return folder
 
     return run
@@ -260,7 +263,8 @@ def test_a_run_has_a_number_of_rows_and_a_dtype_of_its_own_for_evaluations(evalu
     for own in ({}, {"rows": 3, "dtype": "bfloat16"}):
         config = folder.config()
         folder.keep_found(msgspec.structs.replace(config, eval=msgspec.structs.replace(config.eval, **own)))
-        evaluate.for_run(folder.root, folder.checkpoints / "final", 1, tmp_path / "own.json", threads=1)
+        options = EvalOptions(checkpoint=str(folder.checkpoints / "final"), out=str(tmp_path / "own.json"))
+        evaluate.for_run(folder.root, options)
         done.append((tmp_path / "own.json").read_bytes())
     assert made == ["float32", "bfloat16"] and played == [128, 3]
     assert done[0] == (folder.evaluations / "after.json").read_bytes()
@@ -269,7 +273,8 @@ def test_a_run_has_a_number_of_rows_and_a_dtype_of_its_own_for_evaluations(evalu
 
 def test_on_the_way_each_environment_has_a_part_of_its_episodes(evaluated, tmp_path):
     folder = evaluated(EASY | {"eval_episodes": 200}, HARD)
-    evaluate.for_run(folder.root, folder.checkpoints / "final", 4, tmp_path / "way.json", threads=1)
+    options = EvalOptions(checkpoint=str(folder.checkpoints / "final"), out=str(tmp_path / "way.json"), one_in=4)
+    evaluate.for_run(folder.root, options)
     found = msgspec.json.decode((tmp_path / "way.json").read_bytes(), type=MixedEvaluation)
     assert {label: one.episodes for label, one in found.envs.items()} == {"easy": 50, "hard": 4}
 

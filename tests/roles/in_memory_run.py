@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import msgspec
 
 from shoal.config import RunConfig
+from shoal.config.role_options import NodeOptions
 from shoal.engine.dishonest import cheating
 from shoal.engine.interface import Engine
 from shoal.engine.native import LocalEngine
@@ -26,6 +28,7 @@ from shoal.roles.coordinator.calls import application
 from shoal.roles.coordinator.env_server_client import EnvServerClient
 from shoal.roles.coordinator.main import open_run
 from shoal.roles.env_server.server import Stage
+from shoal.roles.node.node import Node
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
 from shoal.roles.worker.worker import Worker
@@ -56,6 +59,12 @@ def tiny_run(**changes: object) -> RunConfig:
     for name, value in changes.items():
         tree[name] = {**tree[name], **value} if isinstance(value, dict) and name in tree else value  # type: ignore[dict-item]
     return from_tree(tree, RunConfig, "test")
+
+
+def stranger(role: Worker | Validator, **limits: int) -> Worker | Validator:
+    """A node as a person starts it, not the launcher."""
+    role.node.options = msgspec.structs.replace(role.node.options, run_dir="", **limits)
+    return role
 
 
 class Town:
@@ -112,13 +121,17 @@ class Town:
             engine = LocalEngine(threads=1, dtype=dtype, **named)
             return cheating(cheat, engine) if cheat else engine
 
-        return Worker(client, key, home, make_engine, 0, name, own_files=own_files, clock=self.clock)
+        return Worker(Node(client, key, self.options(home, own_files), make_engine, self.clock))
+
+    def options(self, home: Path, own_files: bool = True) -> NodeOptions:
+        """Of a node that is the host's own or a stranger's."""
+        return NodeOptions(url=URL, home=str(home), name=home.name, run_dir=str(self.folder.root) if own_files else "")
 
     def validator(self) -> Validator:
         """The host's own validator."""
-        client = self.client(self.folder.keys / "validator-0.key")
-        home = self.folder.nodes / "validator-0"
-        return Validator(client, home, partial(LocalEngine, 1), own_files=True, clock=self.clock)
+        path, home = self.folder.keys / "validator-0.key", self.folder.nodes / "validator-0"
+        key = load_or_make_key(path).public
+        return Validator(Node(self.client(path), key, self.options(home), partial(LocalEngine, 1), self.clock))
 
     def trainer(self) -> Trainer:
         """The trainer."""

@@ -17,7 +17,7 @@ def test_a_change_of_pay_has_its_sign_and_a_loss_its_cause(caplog) -> None:
             self.accepted += 4
             return NodeState("a" * 64, "worker", "a", "good", next(paid), self.accepted, 0, 0, {}, "")
 
-    standing = NodeReport(Client(), "a" * 64, "a")  # type: ignore[arg-type]
+    standing = NodeReport(Client(), "a" * 64, NodeState("a" * 64, "worker", "a", "new", 0, 0, 0, 0, {}, ""))  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             asyncio.run(standing.tell(1.0, last=True))

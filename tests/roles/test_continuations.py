@@ -125,12 +125,12 @@ def test_a_worker_that_picks_seeds_for_continuations_alone_is_quarantined_and_ch
     forger, play = town.worker("forger"), Worker._play
 
     def choose(lease, parents):
-        honest = forger.seat.policy.engine
-        forger.seat.policy.engine = OtherSeed(honest) if continues(lease) else honest
+        honest = forger.session.policy.engine
+        forger.session.policy.engine = OtherSeed(honest) if continues(lease) else honest
         try:
             return play(forger, lease, parents)
         finally:
-            forger.seat.policy.engine = honest
+            forger.session.policy.engine = honest
 
     forger._play = choose
     members = town.desk.state.members
@@ -165,7 +165,7 @@ def test_a_forged_parent_that_a_validator_accepts_does_not_stop_a_synchronous_ru
 
     forger._play = forge
     honest = town.validator()
-    friend = Friend(honest.client, honest.home, honest.make_engine, own_files=True)
+    friend = Friend(honest.node)
     asyncio.run(town.live(town.trainer(), friend, forger, limit_s=30.0))
     found = bodies(town, SlotVoid)
     assert found and all(body.cause.startswith("environment: ") for body in found)
@@ -230,7 +230,7 @@ def test_an_auditor_recomputes_continuations_from_the_log_alone(tmp_path):
         of(without_end)
     assert any("no seed gives what its lease asked for" in line for line in of(without_tasks))
     assert any("that is not there" in line for line in of(with_other_parents))
-    signed = [line for line in of(without_tasks, worker.seat.evidence.folder) if "the run key signed it" in line]
+    signed = [line for line in of(without_tasks, worker.session.evidence.folder) if "the run key signed it" in line]
     assert any("but no seed gives what its lease asked for (" in line for line in signed)
 
 
@@ -348,7 +348,7 @@ def test_a_worker_does_not_ask_without_a_pause_for_parents_that_the_host_lacks(t
     async def sleep(seconds):
         slept.append(seconds)
 
-    worker.seat = None
+    worker.session = None
     monkeypatch.setattr("shoal.roles.worker.worker.fetch_parents", lacks)
     monkeypatch.setattr("shoal.roles.worker.worker.asyncio.sleep", sleep)
     with pytest.raises(VersionExpired):

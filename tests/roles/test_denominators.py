@@ -35,7 +35,7 @@ def test_false_claims_within_the_bounds_change_no_byte_of_a_coarse_run(tmp_path,
     town, out = Town(tmp_path / "run", config), tmp_path / "one"
     liar, honest = town.worker("liar"), town.worker("honest")
     if dtype == "bfloat16":
-        liar.make_engine = lambda dtype: Muting(threads=1, dtype=dtype)
+        liar.node.make_engine = lambda dtype: Muting(threads=1, dtype=dtype)
     asyncio.run(town.live(town.trainer(), town.validator(), liar, honest))
     assert town.weights() == one_file.train(config, out, out.parent)
     assert town.desk.state.members[liar.key].accepted > 0 and town.audit().findings == []

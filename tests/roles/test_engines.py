@@ -36,7 +36,7 @@ def _chosen(town: Town) -> Worker:
         engine.facts = EngineFacts(VLLM, dtype, "cpu")
         return engine
 
-    worker.make_engine = make_engine
+    worker.node.make_engine = make_engine
     return worker
 
 
@@ -71,7 +71,8 @@ def test_an_engine_that_a_run_does_not_take_is_not_opened(tmp_path: Path) -> Non
     def make_engine(dtype: str, **named: str) -> Engine:
         raise AssertionError("opened")
 
-    worker.chosen, worker.make_engine = "vllm", make_engine
+    worker.node.options = msgspec.structs.replace(worker.node.options, engine="vllm")
+    worker.node.make_engine = make_engine
     with pytest.raises(PeerError, match=UNMEASURED):
         _run(worker)
 

@@ -31,13 +31,14 @@ from shoal.roles.auditor.recompute import AGREE, CANNOT, DISAGREE, GroupChoice, 
 from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.node import evidence, publisher_pins
 from shoal.roles.node.evidence import EvidenceStore
+from shoal.roles.node.node import Node
 from shoal.roles.node.session import Contradiction
 from shoal.roles.worker.worker import Worker
 from shoal.runs.public_run import FolderRun
 from shoal.weights.manifest import content_of, sign_manifest
 from shoal.weights.publish import publish
 from tests.roles.forgery import bodies, forged
-from tests.roles.in_memory_run import URL, Town, tiny_run
+from tests.roles.in_memory_run import URL, Town, stranger, tiny_run
 from tests.roles.test_audit import judged_anew
 
 
@@ -58,7 +59,9 @@ def framed_worker(town, lies):
     """An honest worker that gets the lies."""
     home = town.folder.root.parent / "framed"
     key = load_or_make_key(home / "node.key")
-    return Worker(Client(URL, key, transport=lies), key.public, home, town.worker("x").make_engine, 0, "framed", True)
+    return Worker(
+        Node(Client(URL, key, transport=lies), key.public, town.options(home), town.worker("x").node.make_engine)
+    )
 
 
 def trainer_key(town):
@@ -127,7 +130,7 @@ def proof(town, worker, tmp_path):
     """What a third party has: the host's public data, and the folder that the worker hands over."""
     public = tmp_path / "public"
     shutil.copytree(town.folder.root, public, ignore=shutil.ignore_patterns("nodes", "keys", "trainer", "secret.seed"))
-    handed = Path(shutil.copytree(worker.seat.evidence.folder, tmp_path / "handed"))
+    handed = Path(shutil.copytree(worker.session.evidence.folder, tmp_path / "handed"))
     return public, handed
 
 
@@ -308,7 +311,7 @@ def test_a_worker_in_a_fork_with_other_weights_convicts_the_host_by_its_own_fold
     said = "\n".join(audit(public, handed).disagreements)
     assert "version 0: the trainer key signed a manifest with weights root" in said
     assert "lost: the receipt of submission" in said and "a fork: the run key signed head" in said
-    both = "\n".join(audit(public, handed, free.seat.evidence.folder).disagreements)
+    both = "\n".join(audit(public, handed, free.session.evidence.folder).disagreements)
     assert "the trainer key signed two different manifests of the version 0" in both
     assert "the run key signed two different heads at event" in both
 
@@ -334,8 +337,8 @@ def test_an_honest_group_that_was_refused_is_recomputed_from_the_workers_own_cop
     )
     lying = forged(town.folder.root, tmp_path / "lying", lambda lines: judged_anew(lines, wronged, refused))
     (lying / "blobs" / wronged.submission[:2] / wronged.submission).unlink()
-    victim = next(w for w in workers if (w.seat.evidence.folder / f"{wronged.submission}.submission").exists())
-    found = audit(lying, victim.seat.evidence.folder)
+    victim = next(w for w in workers if (w.session.evidence.folder / f"{wronged.submission}.submission").exists())
+    found = audit(lying, victim.session.evidence.folder)
     assert any("the log says: sampling refuses it" in d and "passes every check" in d for d in found.disagreements)
 
 
@@ -344,20 +347,20 @@ def test_an_honest_group_that_was_refused_is_recomputed_from_the_workers_own_cop
 
 def test_the_evidence_of_an_honest_run_accuses_nobody(honest_run, tmp_path, capsys):
     town, workers = honest_run
-    folders = [worker.seat.evidence.folder for worker in workers]
+    folders = [worker.session.evidence.folder for worker in workers]
     found = audit(town.folder.root, *folders)
     assert found.disagreements == [] and found.exit_code() == AGREE
     received = [body for _, body in bodies(town.folder.root) if isinstance(body, SubmissionReceived)]
     assert found.groups == sum(len(body.groups) for body in received) and found.left_out == {}
     assert found.told[0].endswith(f"{len(received)} submissions") and found.signed > 2 * len(received)
-    homes = [word for worker in workers for word in ("--evidence", str(worker.home))]
+    homes = [word for worker in workers for word in ("--evidence", str(worker.node.home))]
     assert main.main(["audit", str(town.folder.root), *homes, "--threads", "1"]) == AGREE
     assert "the log agrees" in capsys.readouterr().out
 
 
 def test_a_renewed_manifest_is_no_second_manifest(honest_run, tmp_path):
     town, workers = honest_run
-    handed = Path(shutil.copytree(workers[0].seat.evidence.folder, tmp_path / "handed"))
+    handed = Path(shutil.copytree(workers[0].session.evidence.folder, tmp_path / "handed"))
     later = sign_manifest(town.desk.kept.manifests[0], trainer_key(town), now=town.clock() + 4 * 24 * 3600)
     EvidenceStore(tmp_path, town.desk.state.run).keep("manifest", to_json(later))
     found = audit(town.folder.root, handed, tmp_path)
@@ -376,8 +379,8 @@ def test_what_the_runs_keys_did_not_sign_proves_nothing(honest_run, tmp_path):
     """A worker that wants to blame an honest host edits its evidence, or signs it with keys of its own."""
     town, workers = honest_run
     liar = load_or_make_key(tmp_path / "liar.key")
-    grant = from_json(next(workers[0].seat.evidence.folder.glob("*.grant")).read_bytes(), t.Grant)
-    receipt = from_json(next(workers[0].seat.evidence.folder.glob("*.receipt")).read_bytes(), t.Receipt)
+    grant = from_json(next(workers[0].session.evidence.folder.glob("*.grant")).read_bytes(), t.Grant)
+    receipt = from_json(next(workers[0].session.evidence.folder.glob("*.receipt")).read_bytes(), t.Receipt)
     manifest = msgspec.structs.replace(town.desk.kept.manifests[0], root="ab" * 32)
     made = EvidenceStore(tmp_path, town.desk.state.run)
     made.keep("grant", to_json(msgspec.structs.replace(grant, root="ab" * 32)))
@@ -409,7 +412,7 @@ def test_what_could_not_be_compared_is_said(honest_run, tmp_path):
     town, workers = honest_run
     live = forged(town.folder.root, tmp_path / "live", before_the_links)
     (live / "blobs" / from_log(live)[:2] / from_log(live)).unlink()
-    handed = shutil.copytree(workers[0].seat.evidence.folder, tmp_path / "handed")
+    handed = shutil.copytree(workers[0].session.evidence.folder, tmp_path / "handed")
     (handed / "never-sent.submission").write_bytes(b"x")
     for path in handed.iterdir():
         if path.suffix == ".receipt" or path.name == f"{from_log(live)}.manifest":
@@ -443,7 +446,7 @@ def test_a_worker_keeps_its_submission_before_it_sends_it(tmp_path):
         send = worker.client.put_bytes
 
         async def killed(path, body, kind):
-            kept.append((worker.seat.evidence.folder / f"{digest(body)}.submission").read_bytes() == body)
+            kept.append((worker.session.evidence.folder / f"{digest(body)}.submission").read_bytes() == body)
             raise PeerError("killed here")
 
         worker.client.put_bytes = killed
@@ -464,21 +467,21 @@ def test_leases_that_nobody_plays_push_no_evidence_out(tmp_path):
     async def story():
         trainer = asyncio.create_task(town.trainer().run())
         async with worker.client:
-            await worker._join()
+            await worker.join()
             grant = await worker.leases.next_grant(())
             far = msgspec.structs.replace(grant, lease=msgspec.structs.replace(grant.lease, version=9))
             with pytest.raises(PeerError):
-                await worker.seat.load(9, grant=far)
-            assert sorted(path.name for path in worker.seat.evidence.folder.iterdir()) == [
+                await worker.session.load(9, grant=far)
+            assert sorted(path.name for path in worker.session.evidence.folder.iterdir()) == [
                 "publishers.json",
                 "run.key",
                 "url",
             ]
-            await worker.seat.load(0, grant=grant)
+            await worker.session.load(0, grant=grant)
         trainer.cancel()
 
     asyncio.run(story())
-    assert sorted(path.suffix for path in worker.seat.evidence.folder.iterdir()) == [
+    assert sorted(path.suffix for path in worker.session.evidence.folder.iterdir()) == [
         "",
         ".grant",
         ".json",
@@ -598,7 +601,7 @@ def test_a_stop_ends_a_wait_for_space_and_gives_the_lease_back_or_logs_the_recei
     logged = [line.partition("receipt=")[2] for line in caplog.messages if "receipt=" in line]
     receipts = [from_json(line.encode(), t.Receipt) for line in logged]
     assert [one.digest for one in receipts] == [*state.submissions]
-    assert all(is_promised(one, worker.seat.info.run_key) for one in receipts)
+    assert all(is_promised(one, worker.session.info.run_key) for one in receipts)
 
 
 def test_a_full_disk_is_waited_for_when_a_run_is_joined(tmp_path, monkeypatch):
@@ -618,11 +621,11 @@ def test_a_full_disk_is_waited_for_when_a_run_is_joined(tmp_path, monkeypatch):
 
     async def story():
         async with worker.client:
-            await worker._join()
+            await worker.join()
 
     asyncio.run(story())
     assert full == {"run.key": 0, "publishers.json": 0, "url": 0}
-    assert (worker.seat.evidence.folder / "url").exists()
+    assert (worker.session.evidence.folder / "url").exists()
 
 
 def test_a_receipt_after_one_that_a_full_disk_cut_off_can_be_read(tmp_path):
@@ -633,15 +636,14 @@ def test_a_receipt_after_one_that_a_full_disk_cut_off_can_be_read(tmp_path):
 
 def test_what_a_volunteer_gives_of_its_disk_bounds_its_evidence_too(tmp_path):
     town = Town(tmp_path / "run", tiny_run(steps=1))
-    worker = town.worker("volunteer")
-    worker.own_files, worker.max_memory_mb, worker.max_disk_mb = False, 1000, 80
+    worker = stranger(town.worker("volunteer"), max_memory_mb=1000, max_disk_mb=80)
 
     async def story():
         async with worker.client:
-            await worker._join()
+            await worker.join()
 
     asyncio.run(story())
-    assert worker.seat.evidence.most_bytes == 10_000_000
+    assert worker.session.evidence.most_bytes == 10_000_000
 
 
 @pytest.mark.parametrize("run", ["", "../../else", "a" * 31, "A" * 32, "a" * 31 + "\n"])

@@ -109,7 +109,7 @@ class Bribed(Validator):
     """Judges honestly, but sends every refused group as accepted and with signal."""
 
     async def _give(self, verdict):
-        size = self.seat.info.rules.group_size
+        size = self.session.info.rules.group_size
         groups = [
             group
             if group.outcome == "accept"
@@ -122,9 +122,8 @@ class Bribed(Validator):
 def test_a_run_gets_past_a_batch_that_nobody_can_learn_from(tmp_path):
     town = Town(tmp_path / "run", tiny_run())
     honest = town.validator()
-    bribed = Bribed(honest.client, honest.home, honest.make_engine, own_files=True)
-    worker = town.worker("vandal")
-    vandal = Vandal(worker.client, worker.key, worker.home, worker.make_engine, 0, "vandal", own_files=True)
+    bribed = Bribed(honest.node)
+    vandal = Vandal(town.worker("vandal").node)
     asyncio.run(town.live(town.trainer(), bribed, vandal))
     lines = read_metrics(town.folder.metrics)
     assert [line["groups_unlearnable"] for line in lines] == [3, 3, 3]
@@ -460,7 +459,7 @@ def test_a_worker_whose_version_is_too_old_by_now_asks_for_the_next_lease(tmp_pa
         far = msgspec.structs.replace(grant, lease=msgspec.structs.replace(lease, version=99))
         town.desk.kept.make_room(0)
         async with late.client:
-            await late._join()
+            await late.join()
             with pytest.raises(VersionExpired):
                 await late._load_for(grant)
             with pytest.raises(PeerError):
@@ -475,8 +474,7 @@ def test_refused_bodies_make_room_when_the_quota_is_used_up(tmp_path, retain):
         storage={"quota_mb": 1, "retain": retain}, verify={"quarantine_s": 0.01}, rollouts={"max_staleness": 1}
     )
     town = Town(tmp_path / "run", config)
-    worker = town.worker("vandal")
-    vandal = Vandal(worker.client, worker.key, worker.home, worker.make_engine, 0, "vandal", own_files=True)
+    vandal = Vandal(town.worker("vandal").node)
 
     async def story():
         state = town.desk.state

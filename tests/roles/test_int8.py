@@ -95,7 +95,7 @@ def test_a_worker_that_samples_the_unrounded_policy_is_refused(tmp_path):
         engine.whole = town.folder.policy
         return engine
 
-    cheat.make_engine = make_engine
+    cheat.node.make_engine = make_engine
     asyncio.run(town.live(trainer, town.validator(), cheat, honest))
     members = town.desk.state.members
     assert members[honest.key].refused == 0 and members[honest.key].accepted > 0

@@ -188,13 +188,13 @@ def test_a_node_without_memory_for_a_change_leaves_and_does_not_play_on(tmp_path
     make = WeightChange.make
 
     def make_for(change):
-        if change._decoder is worker.seat.engine._loaded:
+        if change._decoder is worker.session.engine._loaded:
             raise MemoryError
         make(change)
 
     monkeypatch.setattr(WeightChange, "make", make_for)
     asyncio.run(story())
-    assert is_torn(worker.seat.engine)
+    assert is_torn(worker.session.engine)
 
 
 # --- in a run ---

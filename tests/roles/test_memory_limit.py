@@ -12,18 +12,12 @@ import pytest
 from shoal.envs.builtin.arithmetic import Arithmetic
 from shoal.errors import Overreach
 from shoal.roles.auditor.recompute import GroupChoice, audit_rollouts
+from shoal.roles.node import node
 from shoal.roles.node.session import Session
-from shoal.roles.worker import worker as worker_role
 from shoal.runs.public_run import FolderRun
 from shoal.weights import memory_limit
 from shoal.weights.memory_limit import Memory, share_of_free_mb, taken_mb
-from tests.roles.in_memory_run import Town, tiny_run
-
-
-def stranger(node):
-    """A node as a person starts it, not the launcher."""
-    node.own_files = False
-    return node
+from tests.roles.in_memory_run import Town, stranger, tiny_run
 
 
 def stopped_by(town, *roles):
@@ -43,10 +37,9 @@ def huge(lease):
 
 def test_a_lease_that_does_not_fit_is_refused_before_it_is_played_and_goes_back(tmp_path, monkeypatch):
     town = Town(tmp_path / "run", tiny_run())
-    worker = stranger(town.worker("worker"))
+    worker = stranger(town.worker("worker"), max_memory_mb=1000)
     monkeypatch.setattr(memory_limit, "taken_mb", lambda: 300)
-    monkeypatch.setattr(worker_role, "GOODBYE_S", 60.0)  # this machine may be busy
-    worker.max_memory_mb = 1000
+    monkeypatch.setattr(node, "GOODBYE_S", 60.0)  # this machine may be busy
     wire_lease = town.desk.wire_lease
     town.desk.wire_lease = lambda record: huge(wire_lease(record))
     monkeypatch.setattr(worker, "_play", lambda lease: pytest.fail("it was played"))
@@ -64,10 +57,10 @@ def test_a_policy_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, mon
     town = Town(tmp_path / "run", tiny_run(policy={"tiny": {"width": 256, "layers": 8, "mlp_width": 2048, "heads": 4}}))
     nodes = {"worker": town.worker("worker"), "validator": town.validator()}
     monkeypatch.setattr(memory_limit, "taken_mb", lambda: 300)
-    stranger(nodes[role]).max_memory_mb = 500
+    stranger(nodes[role], max_memory_mb=500)
     fault = stopped_by(town, town.trainer(), *nodes.values())
     assert "loading version 0 needs about " in fault and " MB of memory, limit 500 " in fault
-    assert nodes[role].seat.engine.version == -1
+    assert nodes[role].session.engine.version == -1
 
 
 def test_a_submission_that_does_not_fit_is_not_judged_and_blames_nobody(tmp_path, monkeypatch):
@@ -143,7 +136,7 @@ def test_each_work_of_a_node_is_compared_with_what_its_gpu_has(tmp_path, monkeyp
         demand(replace(limit, free_gpu=lambda: short), sentence, need_bytes, gpu_bytes)
 
     monkeypatch.setattr(Memory, "demand", watched)
-    stranger(nodes[role]).max_memory_mb = 100_000
+    stranger(nodes[role], max_memory_mb=100_000)
     fault = stopped_by(town, town.trainer(), *nodes.values())
     assert fault.startswith(what) and "of the GPU's memory" in fault and asked
 
@@ -210,8 +203,7 @@ def test_a_version_is_hashed_within_the_limit_on_a_machine_of_many_cores():
 def test_a_lease_of_a_usual_run_fits_into_the_documented_limit(tmp_path, monkeypatch):
     """--max-memory 1000, as the how-to for people who join says."""
     town = Town(tmp_path / "run", tiny_run(steps=1))
-    worker, validator = stranger(town.worker("worker")), stranger(town.validator())
+    worker, validator = (stranger(role, max_memory_mb=1000) for role in (town.worker("worker"), town.validator()))
     monkeypatch.setattr(memory_limit, "taken_mb", lambda: 300)
-    worker.max_memory_mb = validator.max_memory_mb = 1000
     asyncio.run(town.live(town.trainer(), worker, validator))
-    assert town.desk.state.members[worker.key].accepted and worker.standing.state.accepted
+    assert town.desk.state.members[worker.key].accepted and worker.report.state.accepted

@@ -59,7 +59,7 @@ def test_work_of_another_family_is_refused(tmp_path: Path, family: str) -> None:
     town = Town(tmp_path / "run", _config(family))
     mistaken, honest = town.worker("mistaken"), town.worker("honest")
     others = [other for other in NOISES if other != family]
-    mistaken.make_engine = lambda dtype, **named: LocalEngine(1, dtype, noise=others[0])
+    mistaken.node.make_engine = lambda dtype, **named: LocalEngine(1, dtype, noise=others[0])
     asyncio.run(town.live(town.trainer(), town.validator(), mistaken, honest))
     members = town.desk.state.members
     assert members[honest.key].credits > 0 == members[honest.key].refused

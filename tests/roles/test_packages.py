@@ -27,7 +27,7 @@ from shoal.weights import memory_limit
 from shoal.weights.memory_limit import Memory
 from tests.env_packages.author import Author, attest
 from tests.envs.isolated.place import line_of
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.in_memory_run import Town, stranger, tiny_run
 from tests.sandbox.needs import needs_bubblewrap
 
 pytestmark = needs_bubblewrap
@@ -148,16 +148,17 @@ def test_what_packages_may_take_counts_as_memory_of_the_node(
     place.packages().demand([place.spec])
     town = Town(tmp_path / "run", tiny_run(envs=[to_config(NAME)]))
     worker = town.worker("one", own_files=False)
-    worker.packages, worker.max_memory_mb = place.packages(), 2000
+    stranger(worker, max_memory_mb=2000)
+    worker.node.packages = place.packages()
 
     async def join() -> Memory | None:
         async with worker.client:
-            await worker._join()
-            return worker.seat.memory
+            await worker.join()
+            return worker.session.memory
 
     joined = asyncio.run(join())
     assert joined is not None and joined.base_mb == 300 + 500 + 500, "its own, the tokenizer's process, and the package"
-    line = line_of(cast(ContainedEnv, worker.seat.envs[str(to_config(NAME)["label"])]))
+    line = line_of(cast(ContainedEnv, worker.session.envs[str(to_config(NAME)["label"])]))
     assert line._limits.memory_mb + 2 * line._limits.scratch_mb == 500
 
 

@@ -186,7 +186,7 @@ def test_a_worker_fetches_the_next_version_while_it_plays(tmp_path, monkeypatch)
 
     async def noted_fetch(seat, version, *args):
         brought = await fetched(seat, version, *args)
-        if seat is worker.seat:
+        if seat is worker.session:
             order.append(("fetched", version))
         return brought
 
@@ -209,7 +209,7 @@ def test_a_version_that_could_not_be_fetched_ahead_is_fetched_when_it_is_loaded(
     worker, bring, failed = town.worker("worker-0"), Session.bring, []
 
     async def failing(seat, version, **options):
-        if seat is worker.seat and "keep" not in options:  # loading says what to keep
+        if seat is worker.session and "keep" not in options:  # loading says what to keep
             failed.append(version)
             raise PeerError("the source went away")
         return await bring(seat, version, **options)

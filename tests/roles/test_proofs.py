@@ -34,8 +34,8 @@ def test_a_run_with_proofs_ends_with_the_weights_of_one_without(tmp_path):
 def test_a_worker_that_forges_its_proofs_earns_nothing_beside_an_honest_one(tmp_path):
     town = Town(tmp_path / "run", tiny_run(verify={"proofs": "toploc"}))
     forger, honest = town.worker("forger"), town.worker("honest")
-    make_engine = forger.make_engine
-    forger.make_engine = lambda dtype: Negating(make_engine(dtype))
+    make_engine = forger.node.make_engine
+    forger.node.make_engine = lambda dtype: Negating(make_engine(dtype))
     asyncio.run(town.live(town.trainer(), town.validator(), forger, honest))
     nodes = town.desk.state.members
     assert nodes[forger.key].credits == 0 and set(nodes[forger.key].reasons) == {"activations"}

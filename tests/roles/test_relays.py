@@ -14,6 +14,7 @@ from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest, from_json, to_json
 from shoal.protocol.host_signatures import sign_promise
 from shoal.protocol.signing import Key
+from shoal.roles.node.node import Node
 from shoal.roles.worker.worker import Worker
 from tests.roles.in_memory_run import URL, Town, tiny_run
 
@@ -59,8 +60,8 @@ class Impostor(httpx.AsyncBaseTransport):
 
 def guest(town, home):
     key = load_or_make_key(home / "node.key")
-    make = town.worker("x").make_engine
-    return Worker(Client(URL, key, transport=Impostor(town)), key.public, home, make, 0, "guest", True)
+    make = town.worker("x").node.make_engine
+    return Worker(Node(Client(URL, key, transport=Impostor(town)), key.public, town.options(home), make))
 
 
 def test_a_host_that_names_another_hosts_run_gets_nothing_signed_for_it(tmp_path):
@@ -78,7 +79,7 @@ def test_a_host_that_names_another_hosts_run_gets_nothing_signed_for_it(tmp_path
         await honest
         credits = town.desk.state.members[worker.key].credits
         with contextlib.suppress(TimeoutError), pytest.raises(PeerError, match="another run key than before"):
-            await asyncio.wait_for(guest(town, worker.home).run(), 5.0)
+            await asyncio.wait_for(guest(town, worker.node.home).run(), 5.0)
         await asyncio.wait_for(town.worker("worker").run(), 20.0)  # its own host still has it
         for task in (*host, ticking):
             task.cancel()

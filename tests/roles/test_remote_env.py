@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from shoal.config import RunConfig
+from shoal.config.role_options import NodeOptions
 from shoal.errors import ConfigError, PeerError, Superseded
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.leases import LeaseGranted, LeaseLapsed
@@ -23,6 +24,7 @@ from shoal.protocol.constants import COMPLETIONS, MAX_ROLLOUT_ROWS
 from shoal.protocol.seed_chain import row_seed, sample_seed
 from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
 from shoal.roles.node.lease_client import Leases
+from shoal.roles.node.node import Node
 from shoal.roles.worker.remote_env import AHEAD, EngineShare, EngineTurn, PlayContext, TooLate, play_blocks
 from shoal.roles.worker.worker import Worker
 from shoal.run_folder import RunFolder, write_atomically
@@ -436,7 +438,7 @@ def test_a_lease_begins_before_the_last_one_has_ended_if_the_memory_holds_both(t
     play_turns = worker._play_turns
 
     async def play(grant, *uses):
-        worker.seat.blocks_at_once = lambda lease, most: fits
+        worker.session.blocks_at_once = lambda lease, most: fits
         loaded.append(uses[1].loaded)
         leases[grant.lease.id] = {f"{slot.slot}-0-{slot.seed[:16]}-0" for b in grant.lease.blocks for slot in b.slots}
         return await play_turns(grant, *uses)
@@ -452,15 +454,14 @@ def test_a_lease_begins_before_the_last_one_has_ended_if_the_memory_holds_both(t
             time.sleep(0.01)  # a quick engine would end the first lease before the second has come
         return extended(requests, temperature)
 
-    joined = worker._join
+    joined = worker.join
 
     async def join():
-        found = await joined()
+        await joined()
         nonlocal extended
-        extended, worker.seat.engine.extend = worker.seat.engine.extend, extend
-        return found
+        extended, worker.session.engine.extend = worker.session.engine.extend, extend
 
-    extended, worker._join, worker.run = None, join, watch
+    extended, worker.join, worker.run = None, join, watch
     asyncio.run(town.live(town.trainer(), town.validator(), worker))
     town.stage.close()
     turns = [name for name, last in zip(played, [*played[1:], ""], strict=True) if name != last]
@@ -468,10 +469,15 @@ def test_a_lease_begins_before_the_last_one_has_ended_if_the_memory_holds_both(t
     assert town.audit().findings == [] and town.desk.state.refused == {}
 
 
+def alone(home, client=None):
+    """A worker without a run."""
+    return Worker(Node(client, "key", NodeOptions(url="", home=str(home)), None))
+
+
 def test_a_host_that_grants_leases_without_end_is_asked_for_no_more_than_two(tmp_path):
     """Each would take memory, and none would ever be filled. As one is filled, the next is asked for."""
-    worker = Worker(None, "key", tmp_path, None, 0, "worker", own_files=False)  # type: ignore[arg-type]
-    worker.seat = SimpleNamespace(  # type: ignore[assignment]
+    worker = alone(tmp_path)
+    worker.session = SimpleNamespace(  # type: ignore[assignment]
         kind=COMPLETIONS, within_memory=lambda doing: contextlib.nullcontext(), engine=SimpleNamespace(version=0)
     )
     granted, most, go_on = [], 0, asyncio.Semaphore(0)
@@ -489,12 +495,13 @@ def test_a_host_that_grants_leases_without_end_is_asked_for_no_more_than_two(tmp
     async def ignore(*what):
         pass
 
-    worker.leases = Leases(worker.seat, worker.stopping, worker.clock)
+    worker.leases = Leases(worker.node, worker.session)
 
     async def story():
         worker.leases.next_grant, worker._play_turns = grant, fill
-        worker.leases.give_back = worker.standing.tell = ignore
-        working = asyncio.create_task(worker._work())
+        worker.report = SimpleNamespace(tell=ignore, state=None)
+        worker.leases.give_back = ignore
+        working = asyncio.create_task(worker.work())
         for filled in range(20):
             for _ in range(50):
                 await asyncio.sleep(0)
@@ -511,9 +518,9 @@ def test_a_worker_is_as_fast_as_its_engine_also_when_two_leases_overlap(tmp_path
     engine, speeds, turns = Letters(), [], host(answer(OPEN, OPEN), answer(END, END))
     engine.pause_s = 0.05  # for 4 tokens
     client = SimpleNamespace(post_packed=lambda path, turn, *kind, **more: turns(turn))
-    worker = Worker(client, "key", tmp_path, None, 0, "worker", own_files=False)  # type: ignore[arg-type]
+    worker = alone(tmp_path, client)
     renderer = SimpleNamespace(vocabulary=16, stop_ids=frozenset({STOP}))
-    worker.seat = SimpleNamespace(  # type: ignore[assignment]
+    worker.session = SimpleNamespace(  # type: ignore[assignment]
         kind=COMPLETIONS, within_memory=lambda doing: contextlib.nullcontext(), engine=engine,
         blocks_at_once=lambda lease, most: most, policy=SimpleNamespace(renderer=renderer),
         info=SimpleNamespace(rules=SimpleNamespace(group_size=2, proofs="none")),
@@ -529,8 +536,9 @@ def test_a_worker_is_as_fast_as_its_engine_also_when_two_leases_overlap(tmp_path
         speeds.append(tokens_per_s)
 
     async def story():
-        worker._load_for, worker._submit, worker.standing.tell = ignore, ignore, tell
-        worker.leases = Leases(worker.seat, worker.stopping, worker.clock)
+        worker._load_for, worker._submit = ignore, ignore
+        worker.report = SimpleNamespace(tell=tell, state=None)
+        worker.leases = Leases(worker.node, worker.session)
         worker.leases.holding += ["1", "2"]
         before, first, second = EngineTurn(), EngineTurn(0), EngineTurn(0)
         before.end()
@@ -571,7 +579,7 @@ def test_a_lease_whose_turns_were_taken_with_other_tokens_is_given_back_and_the_
             return await worker.client.post_packed(f"/v1/leases/{lease.id}/turns", turn, t.TurnAnswer, cap=1 << 20)
 
         opening = await ask()
-        await ask(*[ids(worker.seat.policy.renderer.eos_id)] * len(opening.said))
+        await ask(*[ids(worker.session.policy.renderer.eos_id)] * len(opening.said))
         return lease
 
     assert in_town(tmp_path, other_tokens)[0] == "returned"

@@ -293,8 +293,8 @@ def work_through(town, transport, clock=time.time):
     """A run whose only worker has another network or clock."""
     worker = town.worker("worker")
     inner = httpx.ASGITransport(town.app, raise_app_exceptions=False)
-    key = load_or_make_key(worker.home / "node.key")
-    worker.client = Client(URL, key, transport=transport(inner), clock=clock, sleep=_hurry)
+    key = load_or_make_key(worker.node.home / "node.key")
+    worker.client = worker.node.client = Client(URL, key, transport=transport(inner), clock=clock, sleep=_hurry)
     asyncio.run(town.live(town.trainer(), town.validator(), worker))
     audit = town.audit()
     node = audit.state.members[worker.key]
@@ -353,8 +353,8 @@ def test_a_coordinator_that_knows_no_leaving_does_not_fail_the_exit(tmp_path):
             scope = {**scope, "path": "/v1/nothing", "raw_path": b"/v1/nothing"}
         await town.app(scope, receive, send)
 
-    key = load_or_make_key(worker.home / "node.key")
-    worker.client = Client(URL, key, transport=httpx.ASGITransport(refuse_leaving), sleep=_hurry)
+    key = load_or_make_key(worker.node.home / "node.key")
+    worker.client = worker.node.client = Client(URL, key, transport=httpx.ASGITransport(refuse_leaving), sleep=_hurry)
 
     async def story():
         task = asyncio.create_task(worker.run())

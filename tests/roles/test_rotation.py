@@ -18,8 +18,8 @@ from shoal.protocol.messages import Publishers, Rotation, RunInfo
 from shoal.protocol.signing import Key
 from shoal.roles.auditor.verify_log import audit_folder
 from shoal.roles.coordinator.status import StatusBoard
+from shoal.roles.node.node import Node, open_session
 from shoal.roles.node.publisher_pins import take_publishers
-from shoal.roles.node.session import take_seat
 from shoal.weights.manifest import sign_manifest, signer_of
 from tests.roles.in_memory_run import Town, tiny_run
 
@@ -175,7 +175,7 @@ def test_a_node_takes_no_publishers_of_another_run(town):
         await publish_first(town)
         worker = town.worker("worker")
         async with worker.client:
-            await worker._join()
+            await worker.join()
             await rotate(town)
             told = other(run_info(town), run="ab" * 16)
             signed = to_json(sign_manifest(town.desk.kept.manifests[0], NEW, now=town.clock()))
@@ -188,7 +188,7 @@ def test_a_node_takes_no_publishers_of_another_run(town):
 
             worker.client.get, worker.client.get_json = get, get_json
             with pytest.raises(PeerError, match="the host serves run"):
-                await worker.seat.load(0)
+                await worker.session.load(0)
 
     asyncio.run(story())
 
@@ -302,4 +302,5 @@ def test_a_worker_that_comes_back_refuses_a_rotation_that_was_taken_back(town):
 async def join_once(town):
     home = town.folder.nodes / "one"
     async with town.client(home / "node.key") as client:
-        return await take_seat(client, "worker", "one", home, lambda dtype: LocalEngine(1, dtype), True)
+        key = client.key.public
+        return await open_session(Node(client, key, town.options(home), lambda dtype: LocalEngine(1, dtype)), "worker")

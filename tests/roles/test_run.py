@@ -88,7 +88,9 @@ def test_two_environments_of_one_name_are_both_played_with_their_own_arguments(t
         assert submission.decided
         for data in from_msgpack(town.desk.blobs.get(name), t.Submission).groups:
             group = from_msgpack(data, t.Group)
-            opening = worker.seat.envs[group.env].reset(worker.seat.envs[group.env].task(group.task))[1][0]["content"]
+            opening = worker.session.envs[group.env].reset(worker.session.envs[group.env].task(group.task))[1][0][
+                "content"
+            ]
             digits[group.env][max(map(len, re.findall(r"\d+", opening)))] += 1
     assert set(digits["easy"]) == {1} and 4 in digits["hard"]
     out = tmp_path / "one"
@@ -218,7 +220,7 @@ def test_a_run_that_declares_int8_actors_accepts_them_and_nobody_else(tmp_path):
     """The policy is published in float32; workers sample it with its matrices rounded, and say so."""
     town = Town(tmp_path / "run", tiny_run(sampling={"dtype": "int8"}, steps=2))
     as_float32 = town.worker("float32")
-    as_float32.make_engine = lambda dtype: LocalEngine(threads=1, dtype="float32")
+    as_float32.node.make_engine = lambda dtype: LocalEngine(threads=1, dtype="float32")
     honest = town.worker("int8")
 
     async def story():
@@ -299,8 +301,8 @@ def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
             killed = asyncio.create_task(worker.run())
             # Wait until it plays: a fetch goes on in its thread, and writes to the folder that the next worker uses.
             leases = town.desk.state.leases
-            while not hasattr(worker, "seat") or not any(
-                leases[i].version == worker.seat.engine.version >= 1 for i in town.desk.state.open_leases
+            while not hasattr(worker, "session") or not any(
+                leases[i].version == worker.session.engine.version >= 1 for i in town.desk.state.open_leases
             ):
                 await asyncio.sleep(0.01)
             killed.cancel()

@@ -19,9 +19,9 @@ from shoal.protocol.encoding import from_json, to_json
 from shoal.protocol.messages import Block, Join, Lease, Sampling, Slot
 from shoal.roles.coordinator import coordinator
 from shoal.roles.coordinator.status import StatusBoard
-from shoal.roles.node import evidence, session
+from shoal.roles.node import evidence, node
 from shoal.roles.node.lease_client import demand_sound
-from shoal.roles.node.session import take_seat
+from shoal.roles.node.node import Node, open_session
 from shoal.roles.worker.worker import LATE
 from shoal.weights.fetch import transfer
 from shoal.weights.fetch.chunks import Chunk
@@ -84,7 +84,8 @@ def test_a_node_that_starts_again_waits_out_another_program_where_it_joined_befo
         client._http._transport = Replaced(client.transport, times)
         client._on_wait, client._monotonic = said.append, iter(range(0, 1000, 9)).__next__
         async with client:
-            await take_seat(client, role, "one", home, lambda dtype: LocalEngine(1, dtype), True)
+            key = client.key.public
+            await open_session(Node(client, key, town.options(home), lambda dtype: LocalEngine(1, dtype)), role)
         return said
 
     with pytest.raises(PeerError, match="is not a shoal node"):
@@ -97,12 +98,12 @@ def test_a_node_that_starts_again_waits_out_another_program_where_it_joined_befo
 
 
 def test_a_validator_that_is_not_admitted_asks_more_often_than_a_host_looks_whether_its_run_has_ended():
-    assert 2 * session.ADMISSION_POLL_S <= LOOK_EVERY_S
+    assert 2 * node.ADMISSION_POLL_S <= LOOK_EVERY_S
 
 
 def test_a_validator_that_was_admitted_says_so_at_once(tmp_path, monkeypatch):
     town, said = Town(tmp_path / "run", tiny_run()), []
-    monkeypatch.setattr(session, "ADMISSION_POLL_S", 0.0)
+    monkeypatch.setattr(node, "ADMISSION_POLL_S", 0.0)
 
     async def story():
         async with town.client(tmp_path / "guest.key") as client:
@@ -112,7 +113,7 @@ def test_a_validator_that_was_admitted_says_so_at_once(tmp_path, monkeypatch):
                 said.append(words)
                 town.desk.book.write(Admin("admit", client.key.public, town.clock()), town.clock())
 
-            await session.join_run(client, Join("validator", "guest", 0.0, "test", "float32", "cpu"), now)
+            await node.join_run(client, Join("validator", "guest", 0.0, "test", "float32", "cpu"), now)
 
     asyncio.run(story())
     assert said == ["waiting: the host has not admitted this validator's key", "admitted: asking for work"]
@@ -216,19 +217,19 @@ def played(tmp_path, allowed_s, block_s):
     async def story():
         trainer = asyncio.create_task(town.trainer().run())
         async with worker.client:
-            await worker._join()
+            await worker.join()
             lease = (await worker.leases.next_grant(())).lease
-            await worker.seat.load(lease.version)
+            await worker.session.load(lease.version)
         trainer.cancel()
         return msgspec.structs.replace(lease, blocks=lease.blocks[:1] * 2, deadline=lease.issued + allowed_s)
 
-    lease, extend = asyncio.run(story()), worker.seat.engine.extend
+    lease, extend = asyncio.run(story()), worker.session.engine.extend
 
     def slow(requests, temperature):
         time.sleep(block_s)
         return extend(requests, temperature)
 
-    worker.seat.engine.extend = slow
+    worker.session.engine.extend = slow
     return worker._play(lease, {}), worker
 
 
@@ -251,15 +252,15 @@ def test_weights_are_waited_for_while_another_program_answers_in_the_hosts_place
     async def story():
         trainer = asyncio.create_task(town.trainer().run())
         async with worker.client:
-            await worker._join()
-            worker.seat.store = None
+            await worker.join()
+            worker.session.store = None
             while town.desk.state.main.version < 0:
                 await asyncio.sleep(0.05)
-            await worker.seat.load(0)
+            await worker.session.load(0)
         trainer.cancel()
 
     asyncio.run(asyncio.wait_for(story(), 60.0))
-    assert worker.seat.engine.version == 0
+    assert worker.session.engine.version == 0
     assert f"another program answers there now, with HTTP {status}" in caplog.text
     assert "waiting for the weights of version=0 for " in caplog.text
 
@@ -281,13 +282,13 @@ def test_a_node_whose_disk_is_full_waits_for_space_until_the_run_ends(tmp_path, 
     async def story():
         trainer = asyncio.create_task(town.trainer().run())
         async with worker.client:
-            await worker._join()
-            worker.seat.store = None
+            await worker.join()
+            worker.session.store = None
             while town.desk.state.main.version < 0:
                 await asyncio.sleep(0.05)
             if is_over:
                 monkeypatch.setattr(town.desk.state, "phase", "ended")
-            await worker.seat.load(0)
+            await worker.session.load(0)
         trainer.cancel()
 
     if is_over:
@@ -295,7 +296,7 @@ def test_a_node_whose_disk_is_full_waits_for_space_until_the_run_ends(tmp_path, 
             asyncio.run(asyncio.wait_for(story(), 60.0))
     else:
         asyncio.run(asyncio.wait_for(story(), 60.0))
-        assert worker.seat.engine.version == 0
+        assert worker.session.engine.version == 0
     assert caplog.text.count("waiting for space on the disk") == 1 and "Free some space" in caplog.text
 
 
@@ -306,15 +307,15 @@ def test_a_chunk_that_the_host_itself_lacks_ends_the_fetch(tmp_path):
     async def story():
         trainer = asyncio.create_task(town.trainer().run())
         async with worker.client:
-            await worker._join()
-            worker.seat.store = None
+            await worker.join()
+            worker.session.store = None
             while town.desk.state.main.version < 0:
                 await asyncio.sleep(0.05)
             for path in town.folder.blobs.rglob("*"):
                 if path.is_file() and path.stat().st_size > 10_000:
                     path.unlink()
             with pytest.raises(PeerError, match="it was never stored, or has expired"):
-                await worker.seat.load(0)
+                await worker.session.load(0)
         trainer.cancel()
 
     asyncio.run(asyncio.wait_for(story(), 60.0))

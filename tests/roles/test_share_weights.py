@@ -9,17 +9,16 @@ import httpx
 import pytest
 
 from shoal.cli import main
-from shoal.errors import NothingYet
+from shoal.errors import ConfigError, NothingYet
 from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits
 from shoal.protocol.messages import RelayEntry
 from shoal.protocol.signing import Key
-from shoal.roles import validator
 from shoal.roles.coordinator.calls import application as coordinator
 from shoal.roles.node import serve_chunks
+from shoal.roles.node.node import Node
 from shoal.roles.node.serve_chunks import application
 from shoal.roles.node.share_weights import SHARED_VERSIONS, SharedVersions, WeightSharing, sharing
-from shoal.roles.worker import worker
 from shoal.weights.fetch.chunks import sized_chunks
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import RelaySource, held_chunks
@@ -38,13 +37,19 @@ def origin() -> Chunks:
 @pytest.mark.parametrize("role", ["join", "validate"])
 def test_a_node_shares_only_if_it_is_told_to(role, tmp_path, monkeypatch):
     started = []
-    for module in (worker, validator):
-        monkeypatch.setattr(module, "main", lambda *args, **named: started.append(named))
+
+    class Opened:
+        """What a node is opened with."""
+
+        def __init__(self, options, packages, share, *more):
+            started.append(share)
+            raise ConfigError("no more")
+
+    monkeypatch.setattr(Node, "open", Opened)
     url = ["--share-url", "http://203.0.113.7:9001"]
     for words in ([], ["--share-port", "9000"], ["--share", "--share-port", "9000"], ["--share"], ["--share", *url]):
-        assert main.main([role, "http://host", "--home", str(tmp_path), *words]) == 0
-    assert [named["share_port"] for named in started] == [None, None, 9000, 8481, 8481]
-    assert [named["share_url"] for named in started] == ["", "", "", "", url[1]]
+        assert main.main([role, "http://host", "--home", str(tmp_path), *words]) == 2
+    assert started == [None, None, (9000, ""), (8481, ""), (8481, url[1])]
     assert main.main([role, "http://host", "--home", str(tmp_path), *url]) == 2 and len(started) == 5
 
 
@@ -57,13 +62,13 @@ def test_a_node_that_is_not_told_to_listens_nowhere_and_offers_nothing(tmp_path,
 
     async def story():
         alice, bert = town.worker("alice"), town.worker("bert")
-        bert.share = WeightSharing(bert.client.key, 0, "127.0.0.1")
-        await alice._join()
-        async with sharing(alice.share, alice.client, alice.seat.shared):
-            assert not alice.seat.shared.is_on
-        await bert._join()
+        bert.node.share = WeightSharing(bert.client.key, 0, "127.0.0.1")
+        await alice.join()
+        async with sharing(alice.node.share, alice.client, alice.session.shared):
+            assert not alice.session.shared.is_on
+        await bert.join()
         with pytest.raises(AssertionError, match="it listens"):
-            async with sharing(bert.share, bert.client, bert.seat.shared):
+            async with sharing(bert.node.share, bert.client, bert.session.shared):
                 pass
 
     asyncio.run(asyncio.wait_for(story(), 20))

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from shoal.config import RunConfig, TinyPolicy, sampling_of
+from shoal.config.role_options import EvalOptions
 from shoal.jobs import evaluate
 from shoal.ledger.log.sqlite_store import creation_of
 from shoal.models.config import write_json
@@ -23,7 +24,7 @@ from shoal.protocol.encoding import from_msgpack, to_json
 from shoal.protocol.signing import Key
 from shoal.roles import validator
 from shoal.roles.coordinator import main as coordinator
-from shoal.roles.node import session
+from shoal.roles.node import node
 from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -84,7 +85,7 @@ def test_a_worker_that_is_told_to_stop_leaves_a_host_that_is_gone(
     tmp_path: Path, envs: object, last: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The host falls silent in the middle of a turn, or when it is sent a lease."""
-    monkeypatch.setattr(session, "GOODBYE_S", 0.5)
+    monkeypatch.setattr(node, "GOODBYE_S", 0.5)
     town = Town(tmp_path / "run", tiny_run(envs=envs))
     others, host, silent = (town.trainer(), town.validator()), town.app, asyncio.Event()
 
@@ -96,7 +97,7 @@ def test_a_worker_that_is_told_to_stop_leaves_a_host_that_is_gone(
 
     town.app = app
     worker, ended = town.worker("one", own_files=False), list[str]()
-    worker.leave_at_once = lambda: ended.append("at once")
+    worker.node.leave_at_once = lambda: ended.append("at once")
 
     async def live() -> float:
         tasks = [asyncio.create_task(role.run()) for role in others]
@@ -116,7 +117,7 @@ def test_a_worker_that_is_told_to_stop_leaves_a_host_that_is_gone(
 def test_a_validator_that_is_told_to_stop_leaves_a_host_that_is_gone_in_the_middle_of_a_judgement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(session, "GOODBYE_S", 0.5)
+    monkeypatch.setattr(node, "GOODBYE_S", 0.5)
     town = Town(tmp_path / "run", tiny_run())
     silent, release, host, ended = threading.Event(), threading.Event(), town.app, list[str]()
 
@@ -132,7 +133,7 @@ def test_a_validator_that_is_told_to_stop_leaves_a_host_that_is_gone_in_the_midd
     town.app = app
     monkeypatch.setattr(validator, "verify_submission", judge)
     judging = town.validator()
-    judging.leave_at_once = lambda: ended.append(judging.in_hand)
+    judging.node.leave_at_once = lambda: ended.append(judging.in_hand)
 
     async def live() -> None:
         others = [asyncio.create_task(role.run()) for role in (town.trainer(), town.worker("one", own_files=False))]
@@ -159,7 +160,7 @@ def test_a_refusal_is_an_answer_to_a_goodbye(status: int) -> None:
 
     async def leave() -> bool:
         async with Client("http://host.test", Key.generate(), transport=httpx.MockTransport(answer)) as client:
-            return await session.say_goodbye(client, 0.3)
+            return await node.say_goodbye(client, 0.3)
 
     assert asyncio.run(leave()) == bool(status)
 
@@ -180,7 +181,9 @@ def test_a_resumed_run_of_before_keeps_the_control_rule(
     town = _lived(Town(tmp_path / "run", _config(own)))
     assert creation_of(town.folder.log).sampling.stops == CONTROL_STOPS
     assert all(token > END for tokens in _turns(town) for token in tokens[:-1])
-    evaluate.for_run(town.folder.root, town.folder.checkpoints / "final", 4, tmp_path / "found.json", threads=1)
+    final = town.folder.checkpoints / "final"
+    options = EvalOptions(checkpoint=str(final), out=str(tmp_path / "found.json"), one_in=4)
+    evaluate.for_run(town.folder.root, options)
     assert json.loads((tmp_path / "found.json").read_text())["episodes"] >= evaluate.MIN_EPISODES
 
 
@@ -189,7 +192,7 @@ def test_a_worker_that_stops_at_every_control_token_is_refused(
 ) -> None:
     town = Town(tmp_path / "run", _config(own, steps=1))
     honest, cheat = town.worker("honest", own_files=False), town.worker("cheat", own_files=False)
-    made = session.contained
+    made = node.contained
 
     class Later:
         """The honest worker, once the other was refused, so that the other gets a lease."""
@@ -200,11 +203,11 @@ def test_a_worker_that_stops_at_every_control_token_is_refused(
             await honest.run()
 
     async def story() -> None:
-        monkeypatch.setattr(session, "contained", lambda limits, stops: made(limits, CONTROL_STOPS))
+        monkeypatch.setattr(node, "contained", lambda limits, stops: made(limits, CONTROL_STOPS))
         running = asyncio.create_task(cheat.run())
-        while not hasattr(cheat, "seat"):
+        while not hasattr(cheat, "session"):
             await asyncio.sleep(0.01)
-        monkeypatch.setattr(session, "contained", made)
+        monkeypatch.setattr(node, "contained", made)
         await town.live(town.trainer(), town.validator(), Later())  # type: ignore[arg-type]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

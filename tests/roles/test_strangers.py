@@ -12,7 +12,7 @@ from shoal.chat.isolated import ContainedRenderer, start_here
 from shoal.errors import Overreach, PeerError
 from shoal.models import random_model
 from shoal.weights.fetch.version_directory import disk_limit, room_for_version
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.in_memory_run import Town, stranger, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file
@@ -20,20 +20,14 @@ import one_file
 HOG = "{% set text = messages[0].content * 300000000 %}{{ text|length }}"
 
 
-def stranger(node):
-    """A node as a person starts it, not the launcher. Arithmetic is built in, so it needs no file of the host's."""
-    node.own_files = False
-    return node
-
-
 def test_strangers_give_the_bytes_of_one_file(tmp_path):
     town = Town(tmp_path / "run", tiny_run())
     worker, validator = stranger(town.worker("worker")), stranger(town.validator())
     asyncio.run(town.live(town.trainer(), validator, worker))
-    assert isinstance(worker.seat.policy.renderer, ContainedRenderer)
-    assert isinstance(validator.seat.policy.renderer, ContainedRenderer)
+    assert isinstance(worker.session.policy.renderer, ContainedRenderer)
+    assert isinstance(validator.session.policy.renderer, ContainedRenderer)
     started = isolated_tokenizer.start if isolated_tokenizer.tried().result() else start_here
-    assert worker.seat.policy.renderer._start is validator.seat.policy.renderer._start is started
+    assert worker.session.policy.renderer._start is validator.session.policy.renderer._start is started
     out = tmp_path / "one" / "run"
     assert town.weights() == one_file.train(tiny_run(), out, out.parent)
     assert town.audit().findings == []
@@ -83,7 +77,7 @@ def test_a_node_keeps_a_share_of_its_disk_free(tmp_path, monkeypatch, role):
     assert isinstance(fault, PeerError) and "limit of this node 32812: allow more (--max-memory, --max-disk)" in str(
         fault
     )
-    assert not list((town.folder.nodes / nodes[role].home.name).glob("weights/v*"))
+    assert not list((town.folder.nodes / nodes[role].node.home.name).glob("weights/v*"))
 
 
 def test_a_node_keeps_to_the_disk_that_it_was_given(tmp_path):

@@ -148,14 +148,14 @@ def test_a_paused_worker_finishes_what_it_holds_takes_nothing_and_loses_nothing(
     async def user() -> None:
         while not any(node.accepted for node in state().members.values()):
             await asyncio.sleep(0.01)
-        worker.allowance.pause()
-        while worker.leases.holding or not worker.doing.words.startswith("waiting: paused") or state().pending:
+        worker.node.allowance.pause()
+        while worker.leases.holding or not worker.activity.words.startswith("waiting: paused") or state().pending:
             assert state().phase != "ended", "it went on although it was paused"
             await asyncio.sleep(0.01)
         seen.append((state().members[worker.key].leases, len(state().open_leases_of(worker.key))))
         await asyncio.sleep(0.5)
         seen.append((state().members[worker.key].leases, len(state().open_leases_of(worker.key))))
-        worker.allowance.resume()
+        worker.node.allowance.resume()
 
     async def story() -> None:
         async with asyncio.TaskGroup() as group:
@@ -173,7 +173,7 @@ def test_a_worker_that_rests_learns_that_the_run_has_ended(tmp_path, monkeypatch
     monkeypatch.setattr(lease_client, "ASK_EVERY_S", 0.0)
     town = Town(tmp_path / "run", tiny_run())
     resting = town.worker("resting")
-    resting.allowance.pause()
+    resting.node.allowance.pause()
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("working"), resting, limit_s=60.0))
     assert town.desk.state.phase == "ended" and town.desk.state.members[resting.key].leases == 0
 
@@ -182,9 +182,9 @@ def test_a_worker_that_rests_learns_that_the_run_has_ended(tmp_path, monkeypatch
 def test_a_worker_with_a_tenth_of_the_cpu_is_slow_and_honest(tmp_path) -> None:
     town = Town(tmp_path / "run", tiny_run(rollouts={"lease_s": 60.0}))
     worker = town.worker("slow")
-    worker.allowance = Allowance(cpu_share=0.1, cores=1)
-    make = worker.make_engine
-    worker.make_engine = lambda dtype, **named: BoundedEngine(make(dtype, **named), worker.allowance)
+    worker.node.allowance = Allowance(cpu_share=0.1, cores=1)
+    make = worker.node.make_engine
+    worker.node.make_engine = lambda dtype, **named: BoundedEngine(make(dtype, **named), worker.node.allowance)
     asyncio.run(town.live(town.trainer(), town.validator(), worker))
     member = town.desk.state.members[worker.key]
     assert member.accepted > 0 and member.lapsed == member.refused == member.unfilled == 0

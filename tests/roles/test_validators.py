@@ -16,6 +16,7 @@ from shoal.ledger.verdicts import VerdictGiven
 from shoal.protocol import messages as t
 from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.coordinator.verdicts import _why_skipped, next_check, take_verdict
+from shoal.roles.node.node import Node
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman, Idler
 from tests.roles.in_memory_run import Town, tiny_run
@@ -32,9 +33,8 @@ def town_of_three(path, law=LAW):
 
 def validator(town, number, kind=Validator):
     home = town.folder.nodes / f"validator-{number}"
-    return kind(
-        town.client(town.folder.keys / f"validator-{number}.key"), home, partial(LocalEngine, 1), own_files=True
-    )
+    client = town.client(town.folder.keys / f"validator-{number}.key")
+    return kind(Node(client, client.key.public, town.options(home), partial(LocalEngine, 1)))
 
 
 def key_of(town, number):
@@ -95,7 +95,7 @@ def test_a_validator_that_dies_leaves_its_submissions_to_the_next(tmp_path):
 async def until_submitted(town, *roles):
     """Let roles work until a submission waits for validators; returns its check for the first of two that joined."""
     for number in (0, 1):
-        await validator(town, number)._join()
+        await validator(town, number).join()
     work = asyncio.create_task(town.live(*roles))
     while not town.desk.state.pending:
         assert not work.done(), work.exception()
@@ -300,7 +300,7 @@ def test_a_run_with_a_validator_that_joined_and_left_waits_for_it_twice_and_no_m
     law = Law(turn_s=2.0)
     town = Town(tmp_path / "run", tiny_run(validators={"count": 2}, steps=4), law=law)
     gone = validator(town, 0)
-    asyncio.run(gone._join())
+    asyncio.run(gone.join())
     asyncio.run(town.live(town.trainer(), town.worker("honest"), validator(town, 1)))
     audit = town.audit()
     waits = [

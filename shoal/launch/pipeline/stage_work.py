@@ -77,11 +77,13 @@ def _filter(job: Job, folder: Path) -> Made:
 
 
 def _eval(job: Job, folder: Path) -> Made:
+    from shoal.config.role_options import EvalOptions
     from shoal.jobs import evaluate
 
     config, place = from_tree(job.settings, RunConfig, "job.json"), folder / "as-run"
     RunFolder(place).prepare(config, folder)
-    evaluate.for_run(place, Path(job.inputs["policy"]), 1, folder / EVALUATION, config.workers.threads)
+    policy, out = job.inputs["policy"], str(folder / EVALUATION)
+    evaluate.for_run(place, EvalOptions(checkpoint=policy, out=out, threads=config.workers.threads))
     found = msgspec.json.decode((folder / EVALUATION).read_bytes(), type=dict[str, Any])
     return Made(figures={key: found[key] for key in ("mean", "low95", "high95", "episodes", "faults")})
 

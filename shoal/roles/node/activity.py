@@ -69,6 +69,14 @@ class NodeActivity:
     def __post_init__(self) -> None:
         self.started = self.since = self.clock()
 
+    def joined(self, info: t.RunInfo, node: t.NodeState) -> None:
+        """It has joined a run."""
+        self.info, self.node = info, node
+
+    def worked(self, node: t.NodeState, tokens_per_s: float) -> None:
+        """It has done some work: what the coordinator says of it now, and its speed."""
+        self.node, self.tokens_per_s = node, tokens_per_s
+
     def now(self, words: str) -> None:
         """It begins to do something else. A wait of which only the numbers change goes on."""
         if words != self.words and not (words.startswith("waiting") and _letters(words) == _letters(self.words)):
@@ -97,10 +105,9 @@ ANSWER_S = 5.0
 class NodeReport:
     """What the coordinator says of a worker: its accepted, refused and lapsed work, and its credits."""
 
-    def __init__(self, client: Client, key: str, name: str) -> None:
-        self._client, self._key = client, key
-        self.state = t.NodeState(key, "worker", name, "new", 0, 0, 0, 0, {}, "")
-        """As the coordinator said last."""
+    def __init__(self, client: Client, key: str, state: t.NodeState) -> None:
+        self._client, self._key, self.state = client, key, state
+        """`state` is as the coordinator said last."""
         self._asked_at = 0.0
 
     async def tell(self, tokens_per_s: float, last: bool = False) -> None:

@@ -203,14 +203,14 @@ def shift_of(folder: Path | None, name: str) -> Shift:
 
 
 async def load_on_shift(
-    seat: "Session", shift: Shift, work: contextlib.AsyncExitStack, version: int, *, keep: int = 2, **how: Any
+    session: "Session", shift: Shift, work: contextlib.AsyncExitStack, version: int, *, keep: int = 2, **how: Any
 ) -> None:
     """Fetch a version, begin a shift, and load the version. The shift ends with `work`; the rest is as of
     `Session.load`."""
-    if seat.engine.version != version:
-        await seat.bring(version, keep=keep, **how)  # while others have the device
+    if session.engine.version != version:
+        await session.bring(version, keep=keep, **how)  # while others have the device
     await work.enter_async_context(shift.on())
-    await seat.load(version, keep=keep, **how)
+    await session.load(version, keep=keep, **how)
 
 
 class ExclusiveDevice:

@@ -8,13 +8,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 from msgspec import UNSET
 
 from shoal.errors import PeerError, StateError
 from shoal.net.client import MAX_REASON_CHARS
-from shoal.net.server_process import Stopping
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import vine_of
 from shoal.protocol.branching import is_continued
@@ -29,9 +28,9 @@ from shoal.protocol.constants import (
     MAX_SAID_CHARS,
 )
 from shoal.protocol.encoding import is_digest
-from shoal.roles.node.activity import NodeActivity
+from shoal.roles.node.node import Node
 from shoal.roles.node.session import SOONEST_S, Session
-from shoal.roles.node.throttle import LOOK_S, Allowance
+from shoal.roles.node.throttle import LOOK_S
 
 log = logging.getLogger("worker")
 
@@ -44,12 +43,9 @@ ASK_EVERY_S = 60.0
 class Leases:
     """The leases of one worker."""
 
-    def __init__(
-        self, seat: Session, stopping: Stopping, clock: Callable[[], float], allowance: Allowance | None = None,
-        doing: NodeActivity | None = None,
-    ) -> None:  # fmt: skip
-        self._seat, self._stopping, self._clock = seat, stopping, clock
-        self._allowance, self._doing = allowance or Allowance(), doing or NodeActivity()
+    def __init__(self, node: Node, session: Session) -> None:
+        self._session, self._stopping, self._clock = session, node.stopping, node.clock
+        self._allowance, self._activity = node.allowance, node.activity
         self.tokens_per_s = 0.0
         """What the worker says of its speed."""
         self.holding: list[str] = []
@@ -83,9 +79,9 @@ class Leases:
     async def _ahead(self) -> t.Grant | None:
         """The next lease, with its version fetched, while the engine fills the one before."""
         grant = await self._one_more()
-        if grant is not None and grant.lease.version != self._seat.engine.version:
+        if grant is not None and grant.lease.version != self._session.engine.version:
             with contextlib.suppress(PeerError, StateError):  # loading the version meets the same fault, and tells it
-                await self._stopping.unless(self._seat.bring(grant.lease.version, grant=grant))
+                await self._stopping.unless(self._session.bring(grant.lease.version, grant=grant))
         return grant
 
     def ended(self, lease: t.Lease) -> None:
@@ -100,14 +96,14 @@ class Leases:
         said = t.fact(why, MAX_SAID_CHARS) if why else UNSET
         back = t.LeaseRequest(returning=(lease.id,), stopped=stopped, said=said)
         with contextlib.suppress(PeerError):  # not returned, so it lapses at its deadline
-            await self._seat.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GIVE_UP_S)
+            await self._session.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GIVE_UP_S)
 
     async def next_grant(self, holding: tuple[str, ...]) -> t.Grant | None:
         """The next lease, signed; None once the run has ended or we are told to stop."""
         reason = ""
         while await self._until_allowed():
             ask = t.LeaseRequest(holding, self.tokens_per_s)
-            answer = await self._stopping.unless(self._seat.client.post_json("/v1/leases", ask, t.LeaseAnswer))
+            answer = await self._stopping.unless(self._session.client.post_json("/v1/leases", ask, t.LeaseAnswer))
             if answer is None:
                 return None
             if answer.lease is not None:
@@ -141,7 +137,7 @@ class Leases:
 
     async def _has_ended(self, deadline_s: float | None = None) -> bool:
         """Whether the run has ended, or we are told to stop while we ask. Raises `PeerError`."""
-        asked = self._seat.client.get_json("/v1/run", t.RunInfo, deadline_s=deadline_s)
+        asked = self._session.client.get_json("/v1/run", t.RunInfo, deadline_s=deadline_s)
         info = await self._stopping.unless(asked)
         if info is not None and info.phase == "ended":
             log.info("the run has ended")
@@ -150,15 +146,15 @@ class Leases:
     def _idle(self, why: str) -> None:
         """Say why there is no work, if there is none in hand."""
         if not self.holding:
-            self._doing.now(f"waiting: {why}")
+            self._activity.now(f"waiting: {why}")
 
     async def _open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
         """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""
         self.came[lease.id] = time.monotonic()
         try:
-            demand_sound(lease, self._seat.kind, vine_of(self._seat.info.rules.algorithm) is not None)
+            demand_sound(lease, self._session.kind, vine_of(self._session.info.rules.algorithm) is not None)
             self.demand_same_time(lease.issued)  # guard: lease-from-the-future
-            return self._seat.open_grant(answer, lease)
+            return self._session.open_grant(answer, lease)
         except PeerError:
             await self.give_back(lease)
             raise

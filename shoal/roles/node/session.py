@@ -1,75 +1,46 @@
-"""A node's seat in a run: how a worker or a validator joins, and loads the versions that it needs.
+"""What a worker or a validator has once it joined a run: the engine, the versions that it loads, and its limits.
 
-Both roles import this file; it imports no role. It verifies every byte of the weights.
+Every byte of the weights is verified.
 """
 
 import asyncio
 import contextlib
 import logging
-import os
-import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
-from shoal.chat.isolated import RendererLimits
-from shoal.chat.renderer import Renderer
 from shoal.engine.interface import Engine
 from shoal.engine.memory_estimate import played_on_gpu, scored_on_gpu
 from shoal.env import Env
-from shoal.envs.isolated.connection import LIMITS
-from shoal.envs.isolated.environment import in_process
-from shoal.envs.isolated.pool import MAX_PROCESSES, Processes
-from shoal.envs.load import load_run_envs
 from shoal.errors import Overreach, PeerError
-from shoal.ledger.constants import RULES_VERSION
-from shoal.models.device import CPU
-from shoal.net.client import Client, PeerRefused
-from shoal.net.server_process import Stopping
+from shoal.net.client import Client
 from shoal.protocol import messages as t
-from shoal.protocol.branching import NO_FIT, groups_fit
-from shoal.protocol.constants import COMPLETIONS, MAX_MANIFEST_BYTES, VLLM
+from shoal.protocol.constants import MAX_MANIFEST_BYTES
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.host_signatures import is_promised, terms_of
 from shoal.protocol.message_sizes import BYTES_PER_TOKEN
-from shoal.protocol.noise import PHILOX
 from shoal.protocol.required_features import kind_of
-from shoal.protocol.tolerances import TRANSFORMERS
-from shoal.roles.node.evidence import DISK_PART, EvidenceStore, joined_before, retry_while_disk_full
-from shoal.roles.node.packages import HostPackages, NoPackages, Packages, aside, room_of
+from shoal.roles.node.evidence import EvidenceStore, retry_while_disk_full
 from shoal.roles.node.publisher_pins import take_publishers
 from shoal.roles.node.share_weights import SHARED_PART, SharedVersions
-from shoal.run_folder import RunFolder
-from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.verification.encode_submission import largest_submission_bytes
-from shoal.weights.engine_loader import LoadedEngine, contained, demand_engine_fits
+from shoal.weights.engine_loader import LoadedEngine
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import Relays
 from shoal.weights.fetch.sources import HostAway, sources_of
-from shoal.weights.fetch.version_directory import disk_limit, room_for_version
+from shoal.weights.fetch.version_directory import room_for_version
 from shoal.weights.manifest import content_of, open_manifest, signer_of
-from shoal.weights.memory_limit import Memory, needs_of, share_of_free_mb
+from shoal.weights.memory_limit import Memory, needs_of
 
 if TYPE_CHECKING:
     from shoal.engine.memory_estimate import AnyNeeds, Needs
 
-log = logging.getLogger("seat")
+log = logging.getLogger("session")
 
-GOODBYE_S = 5.0
-"""How long a node that leaves tries to say so. Less than the time in which the launcher expects a role to end."""
-
-ASK_S = 2.0
-"""How long after an answer a node that was told to stop, and still works, asks whether the host is there."""
-
-LAST_S = 2.0
-"""What a node whose host is gone takes at most to end, once it has left its work."""
-
-ADMISSION_POLL_S = 0.5
-"""How often a validator asks whether it was admitted. A host whose run has ended goes after one look, a second, or more."""
 
 SOONEST_S = 0.1
 """A node that got nothing to do waits at least this long before it asks again, however quickly the host answers."""
@@ -107,6 +78,7 @@ class Session:
     """Of the version that the engine has. All requests name its signed bytes."""
     store: Path | None = None
     """The coordinator's blobs, if it is on this machine and this node is the host's."""
+    role: str = "worker"
     issued: dict[int, float] = field(default_factory=dict)
     """The newest date of issue seen of each version's manifest: an older one is a rollback."""
     relays: Relays = field(init=False)
@@ -321,166 +293,3 @@ class FetchedVersion:
     manifest: t.Manifest
     signed: bytes
     directory: Path
-
-
-async def take_seat(
-    client: Client,
-    role: Literal["worker", "validator"],
-    name: str,
-    home: Path,
-    make_engine: Callable[..., Engine],
-    own_files: bool,
-    clock: Callable[[], float] = time.time,
-    max_memory_mb: int = 0,
-    max_disk_mb: int = 0,
-    packages: Packages | None = None,
-    chosen: str = "",
-    now: Callable[[str], None] = log.info,
-    processes: Processes = Processes(),
-) -> Session:
-    """Read the run's description, load its environments, make an engine for its dtype (kind and noise), and join.
-
-    `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
-    Those of others run in a child process. All work for others stays within `max_memory_mb`, and weights and evidence
-    within `max_disk_mb`; for both, 0 is a share of what is free. `packages` says which packages of others are played;
-    without it, the host's own nodes play all, and other nodes none. `chosen` is the kind of engine that the user chose,
-    `processes` says when it waits for no environment; `now` is told what it waits for. Raises `PeerError`, `StateError`.
-    """
-    if joined_before(home, client.base_url):  # guard: strangers-at-a-known-url
-        client.expect_run()
-    await client.demand_versions(RULES_VERSION)
-    info = await client.get_json("/v1/run", t.RunInfo)
-    if not groups_fit(info.rules):  # guard: group-size-of-the-run
-        raise PeerError(f"the run has {NO_FIT}: tell the host")
-    demand_engine_fits(info, chosen)  # guard: unfit-engines-stay-closed
-    # A share is settled now: the disk may fill up.
-    max_disk_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb)
-    # guard: evidence-of-strangers
-    most_bytes = None if max_disk_bytes is None else max_disk_bytes // DISK_PART
-    known = partial(asyncio.to_thread, _known_host, home, info, most_bytes)
-    evidence, publishers = await retry_while_disk_full(client, known)  # before anything is signed
-    client.run, client.head = info.run, evidence.last_seen_head() or info.head  # guard: forks-are-met-again
-    limit_mb = max_memory_mb or share_of_free_mb()
-    sandboxes, most, reserved_mb = (LIMITS, MAX_PROCESSES, 0) if own_files else room_of(info.envs, limit_mb)
-    load = partial(_load, info, own_files, packages, replace(processes, most=most), sandboxes)
-    envs = {} if kind_of(info.envs) == COMPLETIONS else await aside(load)  # guard: host-plays-its-own
-    named = {} if info.sampling.noise == PHILOX else {"noise": info.sampling.noise}
-    engine = make_engine(info.rules.dtype, *({TRANSFORMERS} & {*info.needs}), **named)
-    facts = engine.facts
-    demand_engine_fits(info, facts.implementation)
-    join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
-    node = await join_run(client, join, now)
-    await retry_while_disk_full(client, partial(asyncio.to_thread, evidence.note_url, client.base_url))
-    ours = CPU if chosen == VLLM else facts.device  # vLLM takes a share of a GPU when it starts
-    memory = Memory.of(limit_mb, reserved_mb, ours)  # guard: packages-take-memory
-    limits = RendererLimits.within(memory.limit_mb)
-    stops = info.sampling.stops
-    # guard: strangers-are-contained
-    opened = partial(Renderer.from_directory, stops=stops) if own_files else contained(limits, stops)
-    policy = LoadedEngine(engine, opened)
-    if own_files:
-        store = RunFolder(home.parent.parent).blobs  # the launcher gives the host's nodes RUN/nodes/NAME
-        return Session(
-            client, home, info, envs, policy, node, clock, evidence, None,
-            publishers=publishers, store=store,
-        )  # fmt: skip
-    return Session(
-        client, home, info, envs, policy, node, clock, evidence, max_disk_bytes, memory, publishers=publishers
-    )
-
-
-async def join_run(client: Client, join: t.Join, now: Callable[[str], None]) -> t.NodeState:
-    """Join; a validator that is not admitted yet says what its host must type, and asks again until it is. `now` is told
-    that it waits. Raises `PeerError`, also if the run ends before."""
-    waiting, told = logging.getLogger("validator"), False
-    while True:
-        try:
-            node = await client.post_json("/v1/nodes", join, t.NodeState)
-            if told:
-                now("admitted: asking for work")
-            return node
-        except PeerRefused as refusal:
-            if refusal.code != "not_admitted" or join.role != "validator" or client.key is None:
-                raise
-        if not told:
-            told = True
-            waiting.info("this validator waits until the host admits it. Send the host this key:")
-            waiting.info("%s", client.key.public)
-            waiting.info(
-                "The host types, with the run's folder: shoal admin admit RUN_DIR KEY (all keys at once). Ctrl-C ends this"
-            )
-        now("waiting: the host has not admitted this validator's key")
-        await asyncio.sleep(ADMISSION_POLL_S)
-        if (await client.get_json("/v1/status", t.Status)).phase == "ended":
-            raise PeerError(f"the run at {client.base_url} has ended before its host admitted {client.key.public}")
-
-
-def _load(
-    info: t.RunInfo, own_files: bool, packages: Packages | None, processes: Processes, sandboxes: SandboxLimits
-) -> dict[str, Env]:
-    """The environments of a run whose nodes play them."""
-    packages = packages or (HostPackages() if own_files else NoPackages())
-    packages.demand(info.envs)
-    return load_run_envs(
-        info.envs, own_files, packages.open(processes, sandboxes), partial(in_process, processes=processes)
-    )
-
-
-def _known_host(home: Path, info: t.RunInfo, most_bytes: int | None) -> tuple[EvidenceStore, t.Publishers]:
-    """The evidence of a run, and its publishers, if its host is that of before. Raises `PeerError`, `StateError`."""
-    evidence = EvidenceStore(home, info.run, most_bytes)
-    evidence.demand_same_host(info.run_key)
-    return evidence, take_publishers(evidence.publishers, info)
-
-
-async def unless_gone(
-    work: Coroutine[Any, Any, None], stopping: Stopping, client: Client, leave: Callable[[], None]
-) -> bool:
-    """Do the work. Once told to stop, leave it as soon as the host answers nothing for `GOODBYE_S`: it could not be handed
-    in. `leave` is called just before. Returns whether the host was there."""
-    doing, gone = asyncio.create_task(work), asyncio.create_task(_gone(stopping, client))
-    try:
-        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            doing.result()
-            return True
-        leave()
-        return False
-    finally:
-        for task in (doing, gone):
-            if not task.done():
-                task.cancel()
-        await asyncio.wait({doing, gone}, timeout=GOODBYE_S)
-
-
-def exit_after_timeout() -> None:
-    """End this process, also if a thread is still at work that nobody will take."""
-    timer = threading.Timer(LAST_S, os._exit, (130,))
-    timer.daemon = True
-    timer.start()
-
-
-async def _gone(stopping: Stopping, client: Client) -> None:
-    """Ends when we are told to stop and the host does not answer."""
-    await stopping.wait()
-    while True:
-        if not await _is_answered(client, client.get("/v1/status", deadline_s=GOODBYE_S)):
-            return
-        await asyncio.sleep(ASK_S)
-
-
-async def say_goodbye(client: Client, deadline_s: float) -> bool:
-    """Tell the coordinator that we leave, so that requests which we signed earlier get no lease. Returns whether it
-    answers."""
-    left = client.send("POST", "/v1/nodes/leave", b"", t.NodeState, deadline_s=deadline_s)
-    return await _is_answered(client, left)
-
-
-async def _is_answered(client: Client, call: Awaitable[object]) -> bool:
-    """Whether the host answers a call, if only by refusals."""
-    before = client.answered_at
-    try:
-        await call
-    except PeerError:
-        return client.answered_at != before  # guard: refusal-is-an-answer
-    return True

@@ -89,8 +89,6 @@ class Allowance:
     sleep: Callable[[float], None] = time.sleep
     cpu_s: Callable[[], float] = field(default_factory=lambda: cpu_time_s)
     paused: bool = False
-    stopping: Callable[[], bool] = bool
-    """Whether the worker was told to stop: then it hurries."""
 
     def __post_init__(self) -> None:
         self._credit_s, self._since = 0.0, None if self.cpu_share >= 1 else (self.monotonic(), self.cpu_s())
@@ -124,8 +122,8 @@ class Allowance:
     def _is_tomorrow(self, moment: datetime) -> bool:
         return moment.date() == self.local(self.clock()).date() + timedelta(days=1)
 
-    def breathe(self) -> None:
-        """Called before work that takes the CPU: wait until what was computed fits the share.
+    def breathe(self, hurries: Callable[[], bool] = bool) -> None:
+        """Called before work that takes the CPU: wait until what was computed fits the share, or the worker `hurries`.
 
         What is owed is waited for before the next work, never after the last: a finished lease is sent at once, and the
         wait counts for the next one's speed, so the leases of a slow worker are small.
@@ -134,7 +132,7 @@ class Allowance:
             return
         rate = self.cpu_share * self.cores
         self._settle(rate)
-        while self._credit_s < 0 and not self.stopping():  # guard: cpu-share
+        while self._credit_s < 0 and not hurries():  # guard: cpu-share
             self.sleep(min(NAP_S, 0.001 - self._credit_s / rate))  # a little more: rounding must not keep us here
             self._settle(rate)
 
@@ -153,8 +151,9 @@ class Allowance:
 class BoundedEngine:
     """An engine that computes within an allowance. What it says is the engine's own."""
 
-    def __init__(self, engine: Engine, allowance: Allowance) -> None:
-        self._engine, self._allowance = engine, allowance
+    def __init__(self, engine: Engine, allowance: Allowance, hurries: Callable[[], bool] = bool) -> None:
+        """`hurries`: whether it waits no more, as a worker that was told to stop."""
+        self._engine, self._allowance, self._hurries = engine, allowance, hurries
 
     @property
     def facts(self) -> EngineFacts:
@@ -172,7 +171,7 @@ class BoundedEngine:
 
     def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         """See `Engine`."""
-        self._allowance.breathe()
+        self._allowance.breathe(self._hurries)
         return self._engine.extend(requests, temperature)
 
     def forget(self, rollouts: Iterable[str]) -> None:
@@ -181,7 +180,7 @@ class BoundedEngine:
 
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
         """See `Engine`."""
-        self._allowance.breathe()
+        self._allowance.breathe(self._hurries)
         return self._engine.score(requests, temperature, hidden)
 
     def __getattr__(self, name: str) -> object:
