@@ -52,7 +52,7 @@ from shoal.ledger.run import NO_SIGNAL
 from shoal.models.hub_download import Hub
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError
-from shoal.protocol.package_reference import is_hub
+from shoal.protocol.hub_reference import is_hub
 from shoal.run_folder import RunFolder
 from shoal.terminal import as_called, command, say
 

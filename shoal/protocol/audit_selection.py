@@ -9,9 +9,8 @@ from msgspec import UnsetType
 
 from shoal.protocol.algorithm_config import Algorithm, judged_by_trainer, vine_of
 from shoal.protocol.encoding import float_sum
-from shoal.protocol.env_faults import has_enough_rollouts, without_faults
+from shoal.protocol.group_rewards import has_enough_rollouts, largest_credits, without_faults
 from shoal.protocol.messages import GroupVerdict, Rules, StepRewards
-from shoal.protocol.step_rewards import largest_credits
 
 CHECKS = (
     "shape", "lease", "prompt", "environment", "reward", "ending", "complete", "sampling", "logprobs", "activations",

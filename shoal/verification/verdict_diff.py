@@ -7,7 +7,7 @@ rewards, their steps, and tokens. It ignores figures, because they depend on the
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from shoal.protocol.env_faults import fault_indices, fault_key
+from shoal.protocol.group_rewards import fault_indices, fault_key
 from shoal.protocol.messages import GroupVerdict, StepRewards
 from shoal.verification.verify import AUDIT
 

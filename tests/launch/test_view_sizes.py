@@ -49,7 +49,7 @@ from shoal.monitors import (
 )
 from shoal.monitors.alarm_state import AlarmChange
 from shoal.monitors.trainer_waits import LEASED, UNLEASED
-from shoal.protocol.env_faults import REPLY_REFUSED
+from shoal.protocol.group_rewards import REPLY_REFUSED
 from shoal.protocol.rollout_validation import MODEL_REMEDY, ROOM_REMEDY
 from shoal.terminal import as_called
 from shoal.watch.index.queries import _speed

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shoal.protocol.constants import MAX_ROLLOUT_STEPS
-from shoal.protocol.messages.base import Message
+from shoal.protocol.fields import Message
 from shoal.protocol.messages.rollouts import Lease
 
 
@@ -23,7 +23,7 @@ class StepReward(NamedTuple):
 
 # guard: few-steps
 StepRewards = Annotated[tuple[StepReward, ...], msgspec.Meta(max_length=MAX_ROLLOUT_STEPS)]
-"""Of one rollout, in the order in which it was played. Their sum is its reward, as `protocol/step_rewards` adds."""
+"""Of one rollout, in the order in which it was played. Their sum is its reward, as `protocol/group_rewards` adds."""
 
 
 class Faults(Message, frozen=True, omit_defaults=True):

@@ -36,8 +36,8 @@ from shoal.protocol.constants import COMPLETIONS, MAX_MANIFEST_BYTES, VLLM
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.host_signatures import is_promised, terms_of
 from shoal.protocol.message_sizes import BYTES_PER_TOKEN
+from shoal.protocol.messages.run import kind_of
 from shoal.protocol.noise import PHILOX
-from shoal.protocol.required_features import kind_of
 from shoal.protocol.tolerances import TRANSFORMERS
 from shoal.roles.node.engine_loader import LoadedEngine, contained, demand_engine_fits
 from shoal.roles.node.evidence import DISK_PART, EvidenceStore, joined_before, retry_while_disk_full

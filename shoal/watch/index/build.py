@@ -27,7 +27,7 @@ from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed
 from shoal.protocol.algorithm_config import judged_by_trainer, step_credit_of, vine_of
-from shoal.protocol.env_faults import without_faults
+from shoal.protocol.group_rewards import without_faults
 from shoal.roles.coordinator.status import groups_in_flight, waiting_for
 from shoal.watch.event_rows import event_row, node_note, refusal_rows, verdict_row
 from shoal.watch.index.alarms import note_alarms

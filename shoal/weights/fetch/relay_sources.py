@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from shoal.errors import NothingYet, PeerError
 from shoal.net.client import Client
 from shoal.protocol.messages import Manifest
-from shoal.protocol.messages.relays import RelayEntry
+from shoal.protocol.messages.batches import RelayEntry
 from shoal.weights.fetch.blocklist import SourceBlocklist
 from shoal.weights.fetch.chunks import sized_chunks
 from shoal.weights.fetch.sources import ChunkSource, HttpSource

@@ -1,22 +1,99 @@
-"""Rewards of turns and steps: how they divide a rollout's reward, which verdicts may say so, and whose each token is.
+"""What of a group's rewards counts: rollouts on which the environment failed, and rewards of turns and steps.
 
-Pure. It knows neither environments, which say what a turn or step earns, nor the formulas of `algos`, which make advantages
-of it.
-
-The rewards of a rollout's steps add up to its reward by one rule: the last step earns what the others left, which
-`left_over` computes with a single rounding. So all who follow the rule find the same bits.
+Pure. Why an environment failed is for `envs/exceptions`.
 
 Axes: G rollouts of a group, S steps of a rollout, P tokens of it that the policy learns from.
 """
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Protocol, TypeVar
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from shoal.protocol.messages import POLICY, Rollout, StepReward, StepRewards
+from shoal.protocol.messages import POLICY, Faults, GroupVerdict, Rollout, StepReward, StepRewards, fact
+
+# --- faults of environments ---
+
+
+T = TypeVar("T")
+
+MIN_LEFT = 2
+"""Rollouts that a group needs to be learned from, and at least half of those that it has."""
+
+MAX_FAULT_CHARS = 200
+"""Length of what a verdict says of an error: people read it in terminals."""
+
+REPLY_REFUSED = "the policy's chat template or tokenizer does not take its reply"
+"""How the error begins of an environment whose reply the policy cannot be shown."""
+
+
+def without_faults(values_G: Sequence[T], faults: Sequence[int]) -> Sequence[T]:
+    """Of the values of a group's rollouts, those that count."""
+    return [value for index, value in enumerate(values_G) if index not in faults] if faults else values_G
+
+
+def has_enough_rollouts(num: int, faults: Sequence[int]) -> bool:
+    """Whether a group of so many rollouts has enough that count. Else the few left would decide what all of it teaches."""
+    left = num - len(faults)
+    return not faults or (left >= MIN_LEFT and 2 * left >= num)  # guard: few-left-teach-nothing
+
+
+def fault_indices(faults: Faults | UnsetType) -> tuple[int, ...]:
+    """Indices of the rollouts that do not count."""
+    return faults.rollouts if faults is not UNSET else ()
+
+
+def fault_key(group: GroupVerdict) -> tuple[object, ...]:
+    """What a verdict says of the faults of a group, without the words of the error, which depend on the machine."""
+    return (group.faults.rollouts, group.faults.outside, group.faults.score) if group.faults is not UNSET else ()
+
+
+class FaultReport(Protocol):
+    """A replayed rollout, as far as its environment may fail on it."""
+
+    @property
+    def fault(self) -> str:
+        """What the environment raised, if the rollout counts in nothing because of it; else empty."""
+        ...
+
+    @property
+    def outside(self) -> float | None:
+        """Its score, if that is outside the environment's bounds."""
+        ...
+
+
+def faults_of(replays: Sequence[FaultReport]) -> Faults | UnsetType:
+    """What a verdict says of the faults of a group; unset if there are none."""
+    failed = tuple(index for index, one in enumerate(replays) if one.fault)
+    outside = tuple(index for index, one in enumerate(replays) if one.outside is not None)
+    if not failed and not outside:
+        return UNSET
+    said = next((replays[index].fault for index in failed), "")
+    score = next((float(one.outside) for one in replays if one.outside is not None), 0.0)
+    return Faults(failed, outside, score, fact(said, MAX_FAULT_CHARS))
+
+
+def malformed_faults(faults: Faults, num: int) -> str:
+    """What no honest validator says of the faults of a group with so many rollouts, as the end of a sentence; empty if
+    nothing."""
+    for indices in (faults.rollouts, faults.outside):
+        rising = all(before < after for before, after in pairwise(indices))
+        if not rising or not all(0 <= index < num for index in indices):  # guard: faults-of-its-rollouts
+            return f"has faults of other rollouts than its {num}, or not in their order"
+    if not (faults.rollouts or faults.outside):  # guard: faults-only-if-some
+        return "has faults of no rollout"
+    if not math.isfinite(faults.score):  # guard: outside-score-is-a-number
+        return "has a score that is not a finite number"
+    if len(faults.said) > MAX_FAULT_CHARS or not faults.said.isprintable():  # guard: faults-print
+        return f"has an error that is not one line of at most {MAX_FAULT_CHARS} characters"
+    return ""
+
+
+# --- rewards of turns and steps ---
 
 
 def left_over(reward: float, earlier: Sequence[StepReward]) -> float:
@@ -32,7 +109,9 @@ def divided(steps: Sequence[StepReward], reward: float, most: int) -> StepReward
     return (*earlier, StepReward(steps[-1].end, left_over(reward, earlier)))
 
 
-def fault_of(steps_G: Sequence[StepRewards], rewards_G: Sequence[float], most: int, tokens: int, largest: float) -> str:
+def malformed_steps(
+    steps_G: Sequence[StepRewards], rewards_G: Sequence[float], most: int, tokens: int, largest: float
+) -> str:
     """What no honest validator says of the steps of a group, as the end of a sentence; empty if nothing. A rollout has 1 to
     `most` steps and at most so many tokens, and a step's reward is at most `largest` in size."""
     if len(steps_G) != len(rewards_G):  # guard: steps-of-each-rollout
