@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from shoal.errors import ConfigError, cause_of
-from shoal.protocol.fields import demand_of, limits_of, plain_type
+from shoal.protocol.fields import demand_of, limits_of
 from shoal.terminal import printable
 
 T = TypeVar("T")
@@ -104,9 +104,9 @@ def _explain(message: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str
     known ones, a value that should be a table, and one out of range. Other errors keep their text, after the key."""
     reason, _, place = message.partition(" - at `$")
     steps = re.findall(r"\[[\d.]+\]|[^.\[\]]+", place.rstrip("`"))
-    for name, held, value in _at(kind, tree, steps):
-        if (limits := limits_of(held)) and _fits(value, plain_type(held)) and not _fits(value, held):
-            return f"{name} = {value!r}: {demand_of(limits)}"
+    for name, held, value in _at(kind, tree, steps) if "got `" not in reason else ():
+        if (demand := demand_of(limits_of(held))) and not _fits(value, held):
+            return f"{name} = {value!r}: {demand}"
     section = place.rstrip("`").replace("[...]", "").strip(".")
     key = re.sub(r"\[\d+\]", "", section)
     if reason.startswith("Expected `object`") and section and "[" not in place:

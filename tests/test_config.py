@@ -41,7 +41,7 @@ from shoal.config.validate import changed_keys
 from shoal.errors import ConfigError
 from shoal.protocol import messages, task_draws
 from shoal.protocol.algorithm_config import NAMED, Clip, Composition, Grpo
-from shoal.protocol.fields import FINITE, limits_of, plain_type
+from shoal.protocol.fields import FINITE, limits_of
 from shoal.protocol.messages import run
 from shoal.tree import all_keys, from_tree, structs_of, to_tree
 
@@ -287,7 +287,7 @@ def ranged(kind: type[msgspec.Struct]) -> list[tuple[str, bool, msgspec.Meta]]:
     for key, field in all_keys(kind).items():
         limits = limits_of(getattr(field, "type", None))
         if limits is not None and limits.pattern is None and "algorithm" not in key and "bounds" not in key:
-            found.append((key, plain_type(field.type) is int, limits))
+            found.append((key, field.type.__origin__ is int, limits))
     return found
 
 

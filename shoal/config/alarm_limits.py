@@ -1,7 +1,4 @@
-"""`[monitors]` of a run file: what the monitors may do by themselves, and their limits with the reason for each.
-
-`shoal/monitors` reads the limits; it never reads a run file.
-"""
+"""`[monitors]` of a run file: what the monitors may do by themselves, and their limits with the reason for each."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -92,8 +89,7 @@ LIMITS: dict[str, Limit] = {
     ),
     "collapse.grad_growth": Limit(
         30.0, "times",
-        "Norm of the gradient against its own median. Single steps reach 10 times; 3 of 5 at 30 do not "
-        "happen"
+        "Norm of the gradient against its own median. Single steps reach 10 times; 3 of 5 at 30 do not happen"
     ),
     "collapse.grad_norm": Limit(
         10.0, "norm", "Growth below this does not matter, because the gradient is clipped (train.max_grad_norm)"
@@ -101,8 +97,7 @@ LIMITS: dict[str, Limit] = {
     "collapse.solved": Limit(0.1, "share", "A solve rate that was above this once and is 0 over 5 steps has collapsed"),
     "entropy.share": Limit(
         0.1, "share",
-        "Of the entropy at the start. A policy that masters its tasks goes lower, so the next limit counts "
-        "too"
+        "Of the entropy at the start. A policy that masters its tasks goes lower, so the next limit counts too"
     ),
     "entropy.solved": Limit(
         0.6, "share", "Above this solve rate, certainty is success. Below it, groups soon have no signal"
@@ -114,8 +109,7 @@ LIMITS: dict[str, Limit] = {
     ),
     "hacking.length": Limit(
         1.5, "times",
-        "Policy tokens of a rollout, against the start. Honest reasoning grows by more, so the next limit counts "
-        "too"
+        "Policy tokens of a rollout, against the start. Honest reasoning grows by more, so the next limit counts too"
     ),
     "hacking.correlation": Limit(
         0.8, "correlation",
@@ -194,15 +188,15 @@ LIMITS: dict[str, Limit] = {
 """Limits by name: what precedes the dot is the alarm."""
 
 
-def monitors_fit(asked: MonitorsConfig) -> Iterator[tuple[bool, str]]:
+def monitors_fit(monitors: MonitorsConfig) -> Iterator[tuple[bool, str]]:
     """What must hold, each with the sentence for a run file in which it does not."""
-    for cause, action in asked.actions.items():
+    for cause, action in monitors.actions.items():
         known = ", ".join(CAUSES)
         yield cause in CAUSES, f"monitors.actions.{cause}: there is no such alarm. The alarms are {known}"
         yield (
             action != "quarantine" or cause in NAMES_A_NODE,
             f'monitors.actions.{cause} = "quarantine": only poisoning is evidence against a worker. Use "pause" there',
         )
-    for name in asked.limits:
+    for name in monitors.limits:
         page = docs_page("docs/reference/alarms.md")
         yield name in LIMITS, f"monitors.limits.{name!r}: there is no such limit: {page} lists them"

@@ -1,7 +1,4 @@
-"""`[[envs]]` of a run file: one environment with its settings, and who plays it.
-
-It knows no environment: `envs/load` does.
-"""
+"""`[[envs]]` of a run file: one environment with its settings, and who plays it."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal

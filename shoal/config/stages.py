@@ -1,7 +1,4 @@
-"""The stages file: which stages a run of stages has, by which recipe each goes, and what it takes from earlier ones.
-
-It knows what may follow what, and reads the recipes; `launch/stage_pipeline` does the stages.
-"""
+"""The stages file: which stages a run of stages has, by which recipe each goes, and what it takes from earlier ones."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""What a run file may not say beside values out of range: keys that contradict each other, and changes on resume.
-
-It knows nothing of TOML, and nothing of what is in the run's folder.
-"""
+"""What a run file may not say beside values out of range: keys that contradict each other, and changes on resume."""
 
 import ipaddress
 import itertools
@@ -13,19 +10,16 @@ import msgspec
 
 from shoal.config.alarm_limits import monitors_fit
 from shoal.config.run_file import RETAINED, AdapterConfig, RunConfig, StorageConfig
-from shoal.config.validate_algorithm import algorithm_fits, lr_fits
+from shoal.config.validate_algorithm import Demand, algorithm_fits, largest_block, lr_fits
 from shoal.errors import ConfigError
 from shoal.protocol.algorithm_config import narrowest_bound
 from shoal.protocol.constants import MAX_FACT_CHARS
 from shoal.protocol.hub_reference import EXAMPLE, hub_ref, is_hub
-from shoal.protocol.message_sizes import most_batch_groups, most_lease_groups
+from shoal.protocol.message_sizes import most_batch_groups
 from shoal.protocol.messages import fact
 from shoal.protocol.task_draws import Difficulty
 from shoal.protocol.tolerances import claims_bend_ratios, dtypes_of
 from shoal.tree import from_tree
-
-Demand = tuple[bool, str]
-"""Whether something holds, and what to say if it does not."""
 
 
 def check_run(config: RunConfig) -> None:
@@ -255,8 +249,7 @@ def _messages_fit(config: RunConfig) -> Iterator[Demand]:
     """A block is sent as one submission and one verdict, a batch as one message. What is too large could never be sent."""
     rollouts, max_tokens, size = config.rollouts, config.sampling.all_tokens, config.rollouts.group_size
     key = "max_rollout_tokens" if config.sampling.max_rollout_tokens else "max_tokens"
-    envs, proofs = [env.label for env in config.envs], config.verify.proofs != "none"
-    groups, members = most_lease_groups(size, max_tokens, proofs, envs), most_batch_groups(size)
+    groups, members = largest_block(config, size), most_batch_groups(size)
     what = f"rollouts.group_size = {size}: one group of {key} = {max_tokens} does not fit into a submission"
     yield groups >= 1, f"{what}: lower it, or sampling.{key}"
     what = f"rollouts.block_rollouts = {rollouts.block_rollouts}: at {key} = {max_tokens} one block does not fit into"

@@ -111,6 +111,12 @@ def _critic_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand
     )
 
 
+def largest_block(config: RunConfig, size: int, kind: str = EPISODES, steps: int = 0) -> int:
+    """Groups of so many rollouts of the largest block that fits into a submission and its verdict."""
+    proofs, labels = config.verify.proofs != "none", [env.label for env in config.envs]
+    return most_lease_groups(size, config.sampling.all_tokens, proofs, labels, kind, steps)
+
+
 def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
     """What continuations need of a run, and what they do not go with."""
     vine, where, rollouts, size = vine_of(algorithm), f"{WHERE}.credit", config.rollouts, config.rollouts.group_size
@@ -127,8 +133,7 @@ def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
     )
     num, tokens = size * vine.most * vine.continuations, config.sampling.all_tokens
     per_block, groups = rollouts.block_rollouts // size, rollouts.batch_groups
-    proofs, labels = config.verify.proofs != "none", [env.label for env in config.envs]
-    fits = num <= MAX_GROUP_ROLLOUTS and per_block <= most_lease_groups(num, tokens, proofs, labels, CONTINUATIONS)
+    fits = num <= MAX_GROUP_ROLLOUTS and per_block <= largest_block(config, num, CONTINUATIONS)
     yield (
         fits,  # guard: continuations-fit-messages
         f"{where}: up to {num} continuations of a group of {size}, each of up to {tokens} tokens, do not fit into a "
@@ -167,11 +172,9 @@ def _steps_fit(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
         f"{where}: validators recompute what a turn or step earns, and where the host plays ({COMPLETIONS}), its record "
         "has only rewards of rollouts. Leave envs.kind out",
     )
-    tokens, labels = config.sampling.all_tokens, [env.label for env in config.envs]
-    per_block, proofs = rollouts.block_rollouts // size, config.verify.proofs != "none"
-    fits = per_block <= most_lease_groups(size, tokens, proofs, labels, steps=credit.most)
+    per_block = rollouts.block_rollouts // size
     yield (
-        fits,  # guard: steps-fit-verdicts
+        per_block <= largest_block(config, size, steps=credit.most),  # guard: steps-fit-verdicts
         f"{where}.most = {credit.most}: a verdict on a block of {per_block} groups of {size} rollouts, with so many steps "
         "each, does not fit into one message: lower most, or rollouts.block_rollouts",
     )

@@ -1,7 +1,4 @@
-"""What all nodes must agree on about audits: which groups are audited, what they pay, and what a verdict may say.
-
-Pure.
-"""
+"""What all nodes must agree on about audits: which groups are audited, what they pay, and what a verdict may say."""
 
 from collections.abc import Sequence
 

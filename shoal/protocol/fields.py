@@ -46,11 +46,6 @@ def limits_of(kind: Any) -> Meta | None:
     return found[0] if found else None
 
 
-def plain_type(kind: Any) -> Any:
-    """A type without its range."""
-    return getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
-
-
 def words_of(limits: Meta) -> str:
     """A range in words, such as "at least 0 and below 1"."""
     low = [f"{word} {end}" for word, end in (("at least", limits.ge), ("above", limits.gt)) if end is not None]
@@ -62,10 +57,10 @@ def words_of(limits: Meta) -> str:
     return " and ".join([*low, *high])
 
 
-def demand_of(limits: Meta) -> str:
-    """What a value must be, with the remark of its type."""
-    words = words_of(limits)
-    return "; ".join(part for part in (words and f"must be {words}", limits.description) if part)
+def demand_of(limits: Meta | None) -> str:
+    """What a value must be, with the remark of its type; empty if a range of numbers or a remark does not say it."""
+    words = words_of(limits) if limits else ""
+    return "; ".join(part for part in (words and f"must be {words}", limits and limits.description) if part)
 
 
 def fact(text: str, most_chars: int = MAX_FACT_CHARS) -> str:

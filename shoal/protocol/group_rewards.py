@@ -1,7 +1,5 @@
 """What of a group's rewards counts: rollouts on which the environment failed, and rewards of turns and steps.
 
-Pure. Why an environment failed is for `envs/exceptions`.
-
 Axes: G rollouts of a group, S steps of a rollout, P tokens of it that the policy learns from.
 """
 
@@ -158,7 +156,8 @@ def largest_credits(steps_G: Sequence[StepRewards]) -> list[float]:
 
     For audits, which must not depend on the algorithm. For rollouts of one step it is |reward - group mean|.
     """
-    tails_G = [_tails(rewards_S) for rewards_S in of_each(steps_G)]
+    # of each step the sum of its reward and all after it, added from the last on: the time grows with the steps alone
+    tails_G = [list(accumulate(reversed(rewards_S)))[::-1] for rewards_S in of_each(steps_G)]
     longest = max(map(len, tails_G), default=0)
     mean_S = [math.fsum(tails[s] for tails in tails_G if s < len(tails)) / len(tails_G) for s in range(longest)]
     rewards = [step.reward for steps in steps_G for step in steps]
@@ -170,8 +169,3 @@ def largest_credits(steps_G: Sequence[StepRewards]) -> list[float]:
         )
         for tails in tails_G
     ]
-
-
-def _tails(rewards_S: Sequence[float]) -> list[float]:
-    """The sum of each reward and all after it, from the last on: the time grows with the number of steps alone."""
-    return list(accumulate(reversed(rewards_S)))[::-1]

@@ -145,12 +145,9 @@ def _unpooled(env: EnvDraw, rank: int) -> int:
     return rank + low
 
 
-# --- A list of tasks that a run draws from, in the place of all tasks of an environment ---
+# --- a list of tasks that a run draws from, in the place of all tasks of an environment ---
 #
-# Its form, its bytes and its digest.
-#
-# Written by a filter stage, named by a run file, and held by the first event of a run's log. So anyone who replays the
-# log draws from the same list. It names the environment that it was measured on, and knows nothing else of it.
+# The first event of a run's log holds it, so anyone who replays the log draws from the same list.
 
 
 MAX_LISTED = 1 << 16

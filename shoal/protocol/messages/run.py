@@ -1,7 +1,4 @@
-"""The run and its nodes, as messages, with settings that a run file shares: sampling, environments, bounds, rewards.
-
-They only hold data, and know no HTTP, storage or models.
-"""
+"""The run and its nodes, as messages, with settings that a run file shares: sampling, environments, bounds, rewards."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -143,11 +140,6 @@ class EnvSpec(EnvPlayers, frozen=True, omit_defaults=True):
     def label(self) -> str:
         """What slots and groups call this environment. No two environments of a run have the same label."""
         return self.own_label or self.name
-
-    @property
-    def has_settings(self) -> bool:
-        """Whether a node must know more than the name and the arguments."""
-        return any(getattr(self, name) for name in (*EnvSettings.__struct_fields__, "on_fault"))
 
 
 def kind_of(envs: Iterable[EnvSpec]) -> str:

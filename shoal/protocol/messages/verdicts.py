@@ -1,7 +1,4 @@
-"""Judgement: what a validator is asked, and what it answers.
-
-`verification` makes verdicts, and `ledger` decides what follows from them.
-"""
+"""Judgement: what a validator is asked, and what it answers."""
 
 from typing import Annotated, Literal, NamedTuple
 
