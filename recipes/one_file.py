@@ -50,7 +50,7 @@ from shoal.models.value_head import begin_valued
 from shoal.protocol.algorithm_config import Algorithm, narrowest_bound, needs_reference, step_credit_of, vine_of
 from shoal.protocol.branching import branches, whole_author
 from shoal.protocol.encoding import digest, to_msgpack
-from shoal.protocol.env_faults import fault_indices, faults_of, without_faults
+from shoal.protocol.group_rewards import fault_indices, faults_of, without_faults
 from shoal.protocol.messages import BatchGroup, Block, Faults, Group, Sampling, Slot, StepRewards
 from shoal.protocol.rollout_validation import unbegun_remedy
 from shoal.protocol.seed_chain import SecretChain, slot_seed

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 
 from shoal.config import PRESET_LR, EnvConfig, RunConfig, keys_that_keep_less, unsafe_changes
-from shoal.config.resolve_paths import with_absolute_paths, with_digests
+from shoal.config.load import with_absolute_paths, with_digests
 from shoal.errors import StateError, cause_of
 from shoal.protocol.encoding import WireError, domain_hash, to_json
 from shoal.protocol.messages import Sampling

@@ -3,17 +3,19 @@
 It treats all keys alike.
 """
 
+import contextlib
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from shoal.errors import ConfigError, cause_of
+from shoal.protocol.fields import demand_of, limits_of
 from shoal.terminal import printable
 
 T = TypeVar("T")
@@ -48,33 +50,10 @@ def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def set_key(tree: dict[str, Any], override: str) -> None:
-    """Apply `workers.count=3`. The value is TOML, or a bare string. A number in the path selects an item of a list."""
-    key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set {override}: write it as key=value, for example --set workers.count=3")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, last = key.strip().split(".")
-    node: Any = tree
-    for part in parents:
-        if isinstance(node, list):
-            if not (part.isdigit() and int(part) < len(node)):
-                raise ConfigError(f"--set {override}: {part} is not an item of the list (it has {len(node)})")
-            node = node[int(part)]
-        elif isinstance(node, dict):
-            node = node.setdefault(part, {})
-    if not isinstance(node, dict):
-        raise ConfigError(f"--set {override}: {'.'.join(parents)} is not a section")
-    node[last] = value
-
-
 def from_tree(
     tree: dict[str, Any], kind: type[T], source: str, foreign: Mapping[str, tuple[str, str]] = MappingProxyType({})
 ) -> T:
-    """Convert nested tables to a config. Raises a `ConfigError` that names the key and the nearest known one.
+    """Convert nested tables to a config. Raises a `ConfigError` that names the key and the nearest known one, or its range.
 
     `foreign` has names that other programs give to keys: for each, the key here, or "", and what else to say. The same of
     values, of keys here and of such names: `KEY = "VALUE"`, and of the types of values here: `KEY = float`.
@@ -82,7 +61,8 @@ def from_tree(
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(str(error), kind, tree, foreign)}") from None
+        said = _explain(str(error), kind, tree, foreign)
+        raise ConfigError(f"{source}: {said}" if source else said) from None
 
 
 def to_tree(config: msgspec.Struct) -> dict[str, Any]:
@@ -121,8 +101,12 @@ def structs_of(kind: Any) -> Iterator[type[msgspec.Struct]]:
 
 def _explain(message: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str, str]]) -> str:
     """Rewrite what msgspec says: an unknown key with its section and the nearest known key, an unknown tag or word with the
-    known ones, and a value that should be a table. Other errors keep their text, after the key."""
+    known ones, a value that should be a table, and one out of range. Other errors keep their text, after the key."""
     reason, _, place = message.partition(" - at `$")
+    steps = re.findall(r"\[[\d.]+\]|[^.\[\]]+", place.rstrip("`"))
+    for name, held, value in _at(kind, tree, steps) if "got `" not in reason else ():
+        if (demand := demand_of(limits_of(held))) and not _fits(value, held):
+            return f"{name} = {value!r}: {demand}"
     section = place.rstrip("`").replace("[...]", "").strip(".")
     key = re.sub(r"\[\d+\]", "", section)
     if reason.startswith("Expected `object`") and section and "[" not in place:
@@ -142,6 +126,32 @@ def _explain(message: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str
     name = reason.split("`")[1]
     full, place = (f"{at}.{name}" if at else name for at in (section, key))
     return f"unknown key {full}{_hint(place, kind, tree, foreign)}"
+
+
+def _at(kind: Any, tree: Any, steps: Sequence[str], name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The values at a place of msgspec's, each with its key and type. The place does not say which key of a table it is."""
+    if not steps:
+        yield name, kind, tree
+        return
+    step, rest = steps[0], steps[1:]
+    items = next((get_args(one) for one in (kind, *get_args(kind)) if get_origin(one) in (dict, tuple, list)), (Any,))
+    if step == "[...]" and isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _at(items[-1], value, rest, f'{name}."{key}"')
+    elif step.startswith("[") and isinstance(tree, list | tuple):
+        yield from _at(items[0], tree[int(step[1:-1])], rest, name + step)
+    elif isinstance(tree, dict) and step in tree:
+        kinds = list(structs_of(kind))
+        for one in [one for one in kinds if _is_named(one, tree)] or kinds[:1]:
+            held = get_type_hints(one, include_extras=True).get(step, Any)
+            yield from _at(held, tree[step], rest, f"{name}.{step}" if name else step)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    with contextlib.suppress(msgspec.ValidationError):
+        msgspec.convert(value, kind)
+        return True
+    return False
 
 
 def _nearest(value: str, words: Iterable[object]) -> str:
@@ -192,15 +202,3 @@ def _other_tag(key: str, kind: Any, tree: Any) -> str:
             if key in all_keys(kind, tree=merge(tree, other)):
                 return f'{table}.name = "{tag}"'
     return ""
-
-
-def changed_keys(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ between two trees."""
-    changed = []
-    for name in sorted(before.keys() | after.keys()):
-        old, new = before.get(name), after.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            changed += changed_keys(old, new, f"{prefix}{name}.")
-        elif old != new:
-            changed.append(prefix + name)
-    return changed

@@ -30,7 +30,6 @@ NODES = ("join", "validate")
 
 SAID_BY: dict[str, tuple[str, ...]] = {
     "config/load.py": ("run", "host"),
-    "config/resolve_paths.py": ("run", "host"),
     "config/stages.py": ("stages",),
     "config/trl.py": ("run", "host"),
     "engine/": ("join", "calibrate"),

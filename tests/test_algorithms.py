@@ -89,22 +89,9 @@ def test_a_part_with_another_name_replaces_the_whole_part(load):
         ('name = "ppo"\ncorrections = [{name = "tis"}]', "corrections[0].name: Invalid value 'tis'; known: truncate"),
         ('name = "dapo"\nloss.eps_hi = 1', "did you mean train.algorithm.loss.eps_high?"),
         ('name = "dapo"\naverage = "token"', "known: 'tokens', 'rollouts', 'prompts', 'constant'"),
-        ('name = "dapo"\nloss.eps_low = 1.0', "eps_low = 1.0: must be between 0 and 1"),
-        ('name = "dapo"\nloss.eps_high = inf', "eps_high = inf: must be above 0, and finite"),
         ('name = "dapo"\nloss.delta = 1.2', "delta = 1.2: must be 0, or above 1 + eps_high = 1.28"),
-        ('name = "gspo"\nloss.eps_high = 0.0', "eps_high = 0.0: must be above 0"),
-        ('name = "cispo"\nloss.most = 0.5', "most = 0.5: must be above 1"),
-        ('name = "cispo"\nloss.least = 1.0', "least = 1.0: must be at least 0 and below 1"),
-        ('name = "prime_rl"\nloss.bound = 1.0', "bound = 1.0: must be between 0 and 1"),
-        ('name = "prime_rl"\nsquared_ratio = -1.0', "squared_ratio = -1.0: must be at least 0"),
-        ('name = "prime_rl"\nentropy_bonus = nan', "entropy_bonus = nan: must be finite"),
-        ('name = "dapo"\nkl.beta = -1.0', "kl.beta = -1.0: must be at least 0, and finite"),
         ('name = "dapo"\nentropy_target = 0.3', "it controls the bonus, so set entropy_bonus above 0"),
-        ('name = "dapo"\nentropy_target = -1.0', "entropy_target = -1.0: must be at least 0"),
-        ('name = "dr_grpo"\ndivisor_tokens = -1.0', "divisor_tokens = -1.0: must be at least 0"),
         ('name = "dapo"\ndivisor_tokens = 8.0', 'average = "tokens" divides by what it counts'),
-        ('name = "rloo"\ncorrections = [{name = "truncate", most = inf}]', "truncate.most = inf: must be at least 1"),
-        ('name = "ppo"\ncorrections = [{name = "icepop", most = 1.0}]', "icepop.most = 1.0: must be above 1"),
     ],
 )  # fmt: skip
 def test_what_a_run_file_gets_wrong_is_named(load, algorithm, message):
@@ -121,7 +108,7 @@ def test_what_a_run_file_gets_wrong_is_named(load, algorithm, message):
         ('name = "ppo"\ncorrections = [{name = "truncate"}, {name = "truncate"}]', "", "", "twice"),
         ('name = "rloo"', "updates_per_batch = 2", "", "after the first update"),
         ('name = "rloo"', "minibatches = 2", "", "after the first update"),
-        ('name = "ppo"', "minibatches = 99", "", "a batch is cut between groups, and has rollouts.batch_groups = 16"),
+        ('name = "ppo"', "minibatches = 99", "", "train.minibatches = 99: a batch is cut between groups"),
         ('name = "rloo"\ncorrections = []', "", "", "an older or rounded policy samples some tokens"),
         (
             'name = "rloo"\ncorrections = []',
@@ -141,11 +128,6 @@ def test_what_a_run_file_gets_wrong_is_named(load, algorithm, message):
         ('name = "dapo"\nkl.estimator = "k2"', "", "", "do nothing while beta is 0"),
         ('name = "ppo"', "critic.lr = 1.0", "", 'does nothing without a critic: set train.algorithm.advantage = "gae"'),
         ('name = "grpo"', "critic.warmup_steps = 1", "", "does nothing without a critic"),
-        (GAE, "critic.lr = inf", "", "critic.lr = inf: must be at least 0"),
-        (GAE, "critic.gamma = 0.0", "", "critic.gamma = 0.0: must be above 0 and at most 1"),
-        (GAE, "critic.lam = 1.5", "", "critic.lam = 1.5: must be between 0 and 1"),
-        (GAE, "critic.clip = -1.0", "", "critic.clip = -1.0: must be at least 0"),
-        (GAE, "critic.warmup_steps = -1", "", "critic.warmup_steps = -1: must be at least 0"),
         (GAE, "processes = 2", "", "one process keeps the critic whole"),
         (GAE, "", "[policy]\nadapter = {rank = 4}", "would take the memory that an adapter saves"),
         (
@@ -266,8 +248,6 @@ def test_a_run_file_may_take_its_credit_from_continuations(load):
 @pytest.mark.parametrize(
     ("algorithm", "rest", "message"),
     [
-        (VINE + "most = 0", "", "train.algorithm.credit.most = 0: must be at least 1"),
-        (VINE + "every = 0", "", "train.algorithm.credit.every = 0: must be at least 1"),
         (VINE.replace("\n[", '\nadvantage = "rloo"\n[', 1), "", 'leave train.algorithm.advantage = "rloo" out'),
         (VINE.replace("\n[", '\nloss = {name = "gspo"}\n[', 1), "", "set train.algorithm.loss.by_token = true"),
         (VINE + f"most = {10**21}", "", "lower most or continuations"),
@@ -301,10 +281,6 @@ def test_a_run_file_may_credit_turns_or_steps(load):
 @pytest.mark.parametrize(
     ("algorithm", "rest", "message"),
     [
-        (TURNS + "most = 0", "", "train.algorithm.credit.most = 0: must be 1 to 256"),
-        (STEPS + "most = 257", "", "train.algorithm.credit.most = 257: must be 1 to 256"),
-        (TURNS + "discount = 0.0", "", "credit.discount = 0.0: must be above 0 and at most 1"),
-        (TURNS + "discount = 1.5", "", "credit.discount = 1.5: must be above 0 and at most 1"),
         (TURNS.replace("\n[", '\nadvantage = "mean_std"\n[', 1), "", "must be one of mean, gae"),
         (STEPS.replace("\n[", '\nadvantage = "rloo"\n[', 1), "", "must be one of mean, mean_std, gae"),
         (TURNS.replace("\n[", '\nadvantage = "gae"\n[', 1) + "discount = 0.9", "", "train.critic.gamma discounts"),

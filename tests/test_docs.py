@@ -14,12 +14,10 @@ source. Code blocks follow these conventions, by the words after the fence:
 import argparse
 import ast
 import functools
-import importlib
 import inspect
 import itertools
 import json
 import os
-import pkgutil
 import re
 import shlex
 import sys
@@ -50,11 +48,11 @@ from shoal.protocol import (
     encoding,
     messages,
     noise,
-    pay_lines,
     seed_chain,
     signing,
     task_draws,
 )
+from shoal.protocol.fields import words_of
 from shoal.roles.coordinator import prometheus
 from shoal.roles.coordinator.calls import CALLS
 from shoal.roles.coordinator.main import open_run
@@ -136,6 +134,7 @@ def arguments(command: str) -> list[str]:
 # --- the generated tables ---
 
 
+@functools.cache
 def field_docs(module: ModuleType) -> dict[str, dict[str, str]]:
     """The strings below the fields of a module's classes, and below its constants (under "")."""
     tree = ast.parse(inspect.getsource(module))
@@ -149,6 +148,17 @@ def field_docs(module: ModuleType) -> dict[str, dict[str, str]]:
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
             for name in names:
                 found[name] = " ".join(str(text).split())
+    return docs
+
+
+def docs_of(kind: type) -> dict[str, str]:
+    """The strings below the fields of a class, its own before those that it inherits."""
+    docs: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        own = (
+            field_docs(sys.modules[one.__module__]).get(one.__name__, {}) if one.__module__.startswith("shoal.") else {}
+        )
+        docs |= {name: text for name, text in own.items() if text or name not in docs}
     return docs
 
 
@@ -171,18 +181,17 @@ def type_name(kind: Any) -> str:
     if kind in plain:
         return plain[kind]
     if hasattr(kind, "__metadata__"):
-        meta = kind.__metadata__[0]
-        bounds = [f"{word} {limit}" for word, limit in (("from", meta.ge), ("to", meta.le), ("below", meta.lt))
-                  if limit is not None]  # fmt: skip
-        return " ".join([type_name(info), *bounds])
+        words = words_of(kind.__metadata__[0]).replace(", and finite", "").replace("finite", "")
+        return f"{type_name(info)} {words}".strip()
     if info is dict:
         return "table" if inner[1] is Any else f"table of {type_name(inner[1])}"
     if info in (tuple, list):
         return "list of " + " and ".join(type_name(k) for k in inner if k is not Ellipsis)
     if "Literal" in str(info):
         return ", ".join(f"`{json.dumps(value)}`" for value in inner)
-    if inner:  # X | None
-        return " or ".join("null" if k is type(None) else type_name(k) for k in inner)
+    if inner:  # X | None, or X that may be left out
+        kinds = [k for k in inner if k is not msgspec.UnsetType]
+        return " or ".join("null" if k is type(None) else type_name(k) for k in kinds)
     return "JSON" if kind is msgspec.Raw else f"`{kind.__name__}`"
 
 
@@ -194,7 +203,7 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
     return f"`{json.dumps(value)}`"
 
 
-def keys_of(kind: Any, module: ModuleType, prefix: str) -> list[list[str]]:
+def keys_of(kind: Any, prefix: str) -> list[list[str]]:
     """Rows of a section: key, type, default, meaning, and whether a resumed run may have another value."""
     rows = []
     tag = kind.__struct_config__.tag
@@ -205,7 +214,7 @@ def keys_of(kind: Any, module: ModuleType, prefix: str) -> list[list[str]]:
         if section_of(field.type) is not None:
             continue
         key = prefix + field.name
-        meaning = field_docs(module)[kind.__name__][field.name]
+        meaning = docs_of(kind)[field.name]
         may_change = "yes" if safe(key) else "no"
         rows.append([f"`{key}`", type_name(field.type), default_of(field), meaning, may_change])
     return rows
@@ -226,7 +235,7 @@ def section_of(kind: Any) -> Any:
 def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
     """Every key of a run file, section by section."""
     headings = ["Key", "Type", "Default", "Meaning", "May change on resume"]
-    rows = keys_of(kind, sys.modules[kind.__module__], prefix)
+    rows = keys_of(kind, prefix)
     parts = [table(headings, rows)] if rows else []
     for field in msgspec.structs.fields(kind):
         inner = section_of(field.type)
@@ -237,7 +246,7 @@ def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
             heads = {tuple: f"[[{name}]]", dict: f'[{name}."SAMPLED/RECOMPUTED"]'}
             head = heads.get(getattr(field.type, "__origin__", None), f"[{name}]")
             parts.append(f"### `{head}`\n\n{one_line(inner.__doc__)}")
-            if inner is config.BoundsConfig:
+            if inner is messages.Bounds:
                 parts.append(built_in_bounds())
             parts.append(run_file_tables(inner, name + "."))
     return "\n\n".join(parts)
@@ -253,7 +262,7 @@ def algorithm_tables(prefix: str) -> list[str]:
         "What the defaults are.",
         "no",
     ]
-    keys = [named, *keys_of(type(plain), algorithm_config, f"{prefix}.")[1:]]
+    keys = [named, *keys_of(type(plain), f"{prefix}.")[1:]]
     rows = []
     for kind in (algorithm_config.Composition, *algorithm_config.NAMED):
         other = {key: value for key, value in to_tree(kind()).items() if value != to_tree(plain)[key] and key != "name"}
@@ -272,16 +281,16 @@ def algorithm_tables(prefix: str) -> list[str]:
         for kind in structs_of(kinds):
             name = f'`"{kind.__struct_config__.tag}"`'
             rows.append([f"`{prefix}.{field}.name`", "", name, one_line(kind.__doc__)])
-            rows += [row[:4] for row in keys_of(kind, algorithm_config, f"{prefix}.{field}.")[1:]]
+            rows += [row[:4] for row in keys_of(kind, f"{prefix}.{field}.")[1:]]
         parts.append(table(["Key", "Type", "Default", "Meaning"], rows))
-    rows = [row[:4] for row in keys_of(algorithm_config.Kl, algorithm_config, f"{prefix}.kl.")]
+    rows = [row[:4] for row in keys_of(algorithm_config.Kl, f"{prefix}.kl.")]
     parts.append(f"#### `[{prefix}.kl]`\n\n{one_line(algorithm_config.Kl.__doc__)}")
     parts.append(table(["Key", "Type", "Default", "Meaning"], rows))
     rows = []
     for kind in (algorithm_config.Vine, *structs_of(algorithm_config.StepCredit)):
         name = f'`"{kind.__struct_config__.tag}"`'
         rows.append([f"`{prefix}.credit.name`", "", name, one_line(kind.__doc__)])
-        rows += [row[:4] for row in keys_of(kind, algorithm_config, f"{prefix}.credit.")[1:]]
+        rows += [row[:4] for row in keys_of(kind, f"{prefix}.credit.")[1:]]
     parts.append(f"#### `[{prefix}.credit]`\n\n{field_docs(algorithm_config)['Composition']['credit']}")
     return [*parts, table(["Key", "Type", "Default", "Meaning"], rows)]
 
@@ -296,22 +305,22 @@ def inline(value: Any) -> str:
 def built_in_bounds() -> str:
     """The bounds of a run that gives none."""
     rows = [[f"`{pair}`", *(f"`{value}`" for value in to_tree(b).values())] for pair, b in config.BOUNDS.items()]
-    return f"Built in, for keys that are left out:\n\n{table(['Pair', *config.BoundsConfig.__struct_fields__], rows)}"
+    return f"Built in, for keys that are left out:\n\n{table(['Pair', *messages.Bounds.__struct_fields__], rows)}"
 
 
 def sft_table() -> str:
     """Every key of an SFT recipe; `[policy]` and `[env]` are a run file's sections."""
-    rows = [row[:4] for row in keys_of(config.SftConfig, config.run_file, "")]
+    rows = [row[:4] for row in keys_of(config.SftConfig, "")]
     return table(["Key", "Type", "Default", "Meaning"], rows)
 
 
 def stages_tables() -> str:
     """Every key of a stages file; those of a stage by its kind."""
-    rows = [row[:4] for row in keys_of(stages.StagesConfig, stages, "")]
+    rows = [row[:4] for row in keys_of(stages.StagesConfig, "")]
     rows[-1][1] = "list of tables"
     parts = [table(["Key", "Type", "Default", "Meaning"], rows)]
     for kind in structs_of(stages.Stage):
-        rows = [row[:4] for row in keys_of(kind, stages, "stages.")[1:]]
+        rows = [row[:4] for row in keys_of(kind, "stages.")[1:]]
         heading = f'### `[[stages]]` with `kind = "{kind.__struct_config__.tag}"`\n\n{one_line(kind.__doc__)}'
         parts += [heading, table(["Key", "Type", "Default", "Meaning"], rows)]
     return "\n\n".join(parts)
@@ -321,7 +330,7 @@ def env_tables() -> str:
     """Arguments of the built-in environments."""
     parts = []
     for module, kind in ((wordle, wordle.WordleArgs), (arithmetic, arithmetic.ArithmeticArgs)):
-        rows = [row[:4] for row in keys_of(kind, module, "")]
+        rows = [row[:4] for row in keys_of(kind, "")]
         parts.append(
             f"### `{module.__name__.rpartition('.')[2]}`\n\n{table(['Argument', 'Type', 'Default', 'Meaning'], rows)}"
         )
@@ -410,14 +419,11 @@ BASES = (messages.Message, messages.Response)
 
 def message_table() -> str:
     """Every message with its fields; `...` where readers ignore unknown ones."""
-    names = [message.name for message in pkgutil.iter_modules(messages.__path__, f"{messages.__name__}.")]
     rows = []
-    for module in [*map(importlib.import_module, names), pay_lines]:
-        for name, kind in vars(module).items():
-            is_message = isinstance(kind, type) and issubclass(kind, messages.Message) and kind not in BASES
-            if is_message and kind.__module__ == module.__name__:
-                fields = [f"`{field.encode_name}`" for field in msgspec.structs.fields(kind)]
-                rows.append([name, ", ".join([*fields, "..."] if issubclass(kind, messages.Response) else fields)])
+    for name, kind in sorted(vars(messages).items()):
+        if isinstance(kind, type) and issubclass(kind, messages.Message) and kind not in BASES:
+            fields = [f"`{field.encode_name}`" for field in msgspec.structs.fields(kind)]
+            rows.append([name, ", ".join([*fields, "..."] if issubclass(kind, messages.Response) else fields)])
     return table(["Message", "Fields"], rows)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shoal.algos.regularisers import logprob_and_entropy
-from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig, wire_bounds
+from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig
 from shoal.engine.interface import Engine, PolicyScore, ScoreRequest
 from shoal.env import Step
 from shoal.envs.builtin.wordle import Wordle, WordleArgs, WordleState
@@ -26,6 +26,7 @@ from shoal.models.transformer import Transformer
 from shoal.protocol.algorithm_config import Grpo
 from shoal.protocol.encoding import digest, to_msgpack
 from shoal.protocol.messages import BatchGroup, Group, Lease, Rules, Sampling
+from shoal.protocol.tolerances import wire_bounds
 from shoal.train.learner import Learner
 from shoal.train.rows import TrainingRow, rows_of_group
 from tests.attacks.attack_fixture import VERSION, World, altered, lease_of

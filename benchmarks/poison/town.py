@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.poison.payloads import ARGS, ENVIRONMENT, SAMPLING, START, poisoned, say
 from shoal.chat.renderer import Renderer
-from shoal.config import BOUNDS, TrainConfig, wire_bounds
+from shoal.config import BOUNDS, TrainConfig
 from shoal.engine.interface import ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.envs.evaluate import Evaluation, evaluate
@@ -52,7 +52,7 @@ from shoal.protocol.messages import (
     Verdict,
 )
 from shoal.protocol.seed_chain import SecretChain
-from shoal.protocol.tolerances import Dtype, claims_bend_ratios
+from shoal.protocol.tolerances import Dtype, claims_bend_ratios, wire_bounds
 from shoal.train.batch_filter import select
 from shoal.train.behaviour_logprobs import with_own_denominators
 from shoal.train.learner import Learner

@@ -18,7 +18,7 @@ import torch
 from benchmarks.detect.policies import GROUP_SIZE, Lab
 from shoal.algos.regularisers import logprob_and_entropy
 from shoal.chat.renderer import Renderer
-from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig, wire_bounds
+from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig
 from shoal.engine.interface import Engine, PolicyScore, ScoreRequest
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.load import load_env
@@ -28,6 +28,7 @@ from shoal.models.open_model import AUTO, open_policy
 from shoal.protocol.algorithm_config import Grpo
 from shoal.protocol.encoding import digest, to_msgpack
 from shoal.protocol.messages import BatchGroup, Bounds, Lease, Rules, Sampling
+from shoal.protocol.tolerances import wire_bounds
 from shoal.train.learner import Learner
 from shoal.train.rows import TrainingRow, rows_of_group
 from shoal.verification.context import Tools

@@ -139,7 +139,7 @@ def env_init(args: argparse.Namespace) -> None:
 def env_check(args: argparse.Namespace) -> int:
     from shoal.config import load_run, load_sft, sampling_of
     from shoal.config.env_settings import EnvConfig
-    from shoal.config.resolve_paths import env_at
+    from shoal.config.load import env_at
     from shoal.envs.lint.run import check
     from shoal.tree import read_toml
 
@@ -182,7 +182,7 @@ def _renderer(config: "RunConfig", beside: Path) -> "Renderer | None":
     from shoal.chat.isolated import open_own
     from shoal.launch.preflight import demand_computable
     from shoal.models.random_model import tiny_spec, write_tokenizer
-    from shoal.protocol.package_reference import is_hub
+    from shoal.protocol.hub_reference import is_hub
 
     if config.policy.path:
         place = beside / config.policy.path
@@ -265,7 +265,7 @@ def env_attest(args: argparse.Namespace) -> None:
     from shoal.env_packages.registry import open_registry, own_registry
     from shoal.net.key_files import load_or_make_key
     from shoal.protocol.encoding import to_json
-    from shoal.protocol.messages.base import fact
+    from shoal.protocol.fields import fact
     from shoal.run_folder import write_atomically
 
     reference, home = read_reference(args.name), node_home()

@@ -157,7 +157,7 @@ def say_plan(config: "RunConfig", beside: Path) -> None:
 
 def demand_environments(config: "RunConfig", beside: Path) -> None:
     """Raise `ShoalError` for an environment that is not there. Once a run has its folder, another name is another run."""
-    from shoal.config.resolve_paths import env_at
+    from shoal.config.load import env_at
     from shoal.envs.load import env_digest
 
     for env in config.envs:

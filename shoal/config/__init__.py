@@ -1,10 +1,8 @@
 """The run file: every knob of a run with its unit, and how a TOML file becomes one. Names only."""
 
 from shoal.config.alarm_limits import MonitorsConfig
-from shoal.config.curriculum import DifficultyConfig
 from shoal.config.env_settings import EnvConfig, JudgeConfig
 from shoal.config.load import load_run, load_sft
-from shoal.config.policy import AdapterConfig, PolicyConfig, TinyPolicy
 from shoal.config.process_environment import (
     child_environment,
     node_home,
@@ -23,16 +21,18 @@ from shoal.config.run_file import (
     BOUNDS,
     LOGGERS,
     PRESET_LR,
-    BoundsConfig,
+    AdapterConfig,
     CriticConfig,
     EvalConfig,
     HostConfig,
     LoggingConfig,
+    PolicyConfig,
     RolloutsConfig,
     RunConfig,
     SamplingConfig,
     SftConfig,
     StorageConfig,
+    TinyPolicy,
     TrainConfig,
     ValidatorsConfig,
     VerifyConfig,
@@ -40,18 +40,6 @@ from shoal.config.run_file import (
     difficulty_of,
     is_loopback,
     sampling_of,
-    wire_bounds,
 )
-from shoal.config.validate import SAFE_TO_CHANGE, check_run, keys_that_keep_less, unsafe_changes
+from shoal.config.validate import SAFE_TO_CHANGE, changed_keys, check_run, keys_that_keep_less, unsafe_changes
 from shoal.config.validate_algorithm import notes_of, preset_imitation_lr, preset_lr
-
-__all__ = [
-    "ACTIVATION_ERROR", "BOUNDS", "LOGGERS", "PRESET_LR", "SAFE_TO_CHANGE", "AdapterConfig",
-    "BoundsConfig", "CriticConfig", "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "JudgeConfig",
-    "LoggingConfig", "MonitorsConfig", "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig",
-    "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run",
-    "child_environment", "difficulty_of", "is_loopback", "keys_that_keep_less", "load_run", "load_sft", "node_home",
-    "notes_of", "preset_imitation_lr", "preset_lr", "rank_here", "repeatable_cuda", "sampling_of", "set_node_home",
-    "settle_loggers", "settle_vllm", "settle_vllm_runner", "stay_on_this_machine",
-    "unsafe_changes", "wait_without_spinning", "wire_bounds", "without_hub",
-]  # fmt: skip

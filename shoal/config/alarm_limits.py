@@ -1,13 +1,10 @@
-"""`[monitors]` of a run file: what the monitors may do by themselves, and their limits with the reason for each.
+"""`[monitors]` of a run file: what the monitors may do by themselves, and their limits with the reason for each."""
 
-`shoal/monitors` reads the limits; it never reads a run file.
-"""
-
-import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from shoal.protocol.constants import MIN_LR_FACTOR
+from shoal.protocol.fields import NonNegative, OpenShare
+from shoal.protocol.messages import LrFactor
 from shoal.terminal import docs_page
 from shoal.tree import Section
 
@@ -23,11 +20,11 @@ class MonitorsConfig(Section, frozen=True):
     """By the name of an alarm: pause the run; multiply the learning rate by `lr_factor`; or, of poisoning alone,
     quarantine a worker for an hour whose groups are refused. Done once for each alarm, by a signed request whose evidence
     is in the log."""
-    lr_factor: float = 0.5
+    lr_factor: OpenShare = 0.5
     """What `lower_rate` multiplies the learning rate by, each time."""
-    least_lr_factor: float = 0.1
+    least_lr_factor: LrFactor = 0.1
     """`lower_rate` never brings the learning rate below this share of the run file's."""
-    limits: dict[str, float] = {}
+    limits: dict[str, NonNegative] = {}
     """Limits other than the usual ones, by their names."""
 
 
@@ -92,8 +89,7 @@ LIMITS: dict[str, Limit] = {
     ),
     "collapse.grad_growth": Limit(
         30.0, "times",
-        "Norm of the gradient against its own median. Single steps reach 10 times; 3 of 5 at 30 do not "
-        "happen"
+        "Norm of the gradient against its own median. Single steps reach 10 times; 3 of 5 at 30 do not happen"
     ),
     "collapse.grad_norm": Limit(
         10.0, "norm", "Growth below this does not matter, because the gradient is clipped (train.max_grad_norm)"
@@ -101,8 +97,7 @@ LIMITS: dict[str, Limit] = {
     "collapse.solved": Limit(0.1, "share", "A solve rate that was above this once and is 0 over 5 steps has collapsed"),
     "entropy.share": Limit(
         0.1, "share",
-        "Of the entropy at the start. A policy that masters its tasks goes lower, so the next limit counts "
-        "too"
+        "Of the entropy at the start. A policy that masters its tasks goes lower, so the next limit counts too"
     ),
     "entropy.solved": Limit(
         0.6, "share", "Above this solve rate, certainty is success. Below it, groups soon have no signal"
@@ -114,8 +109,7 @@ LIMITS: dict[str, Limit] = {
     ),
     "hacking.length": Limit(
         1.5, "times",
-        "Policy tokens of a rollout, against the start. Honest reasoning grows by more, so the next limit counts "
-        "too"
+        "Policy tokens of a rollout, against the start. Honest reasoning grows by more, so the next limit counts too"
     ),
     "hacking.correlation": Limit(
         0.8, "correlation",
@@ -194,24 +188,15 @@ LIMITS: dict[str, Limit] = {
 """Limits by name: what precedes the dot is the alarm."""
 
 
-def monitors_fit(asked: MonitorsConfig) -> Iterator[tuple[bool, str]]:
+def monitors_fit(monitors: MonitorsConfig) -> Iterator[tuple[bool, str]]:
     """What must hold, each with the sentence for a run file in which it does not."""
-    for cause, action in asked.actions.items():
+    for cause, action in monitors.actions.items():
         known = ", ".join(CAUSES)
         yield cause in CAUSES, f"monitors.actions.{cause}: there is no such alarm. The alarms are {known}"
         yield (
             action != "quarantine" or cause in NAMES_A_NODE,
             f'monitors.actions.{cause} = "quarantine": only poisoning is evidence against a worker. Use "pause" there',
         )
-    for name, value in asked.limits.items():
+    for name in monitors.limits:
         page = docs_page("docs/reference/alarms.md")
         yield name in LIMITS, f"monitors.limits.{name!r}: there is no such limit: {page} lists them"
-        yield (
-            math.isfinite(value) and value >= 0,
-            f"monitors.limits.{name!r} = {value}: must be at least 0, and finite",
-        )
-    yield 0 < asked.lr_factor < 1, f"monitors.lr_factor = {asked.lr_factor}: must be above 0 and below 1"
-    yield (
-        MIN_LR_FACTOR <= asked.least_lr_factor <= 1,
-        f"monitors.least_lr_factor = {asked.least_lr_factor}: must be from {MIN_LR_FACTOR} to 1",
-    )

@@ -1,14 +1,12 @@
-"""`[[envs]]` of a run file: one environment with its settings, and who plays it.
-
-It knows no environment: `envs/load` does.
-"""
+"""`[[envs]]` of a run file: one environment with its settings, and who plays it."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.protocol.reward_shaping import Shaping
+from shoal.protocol.fields import Finite, Positive
+from shoal.protocol.messages.run import EnvSettings
 from shoal.tree import Section
 
 
@@ -23,39 +21,19 @@ class JudgeConfig(Section, frozen=True):
     """Its arguments."""
 
 
-class EnvConfig(Section, frozen=True):
-    """One environment of the run."""
+class EnvConfig(EnvSettings, frozen=True):
+    """An environment of the run."""
 
     name: str
     """Built-in name; path, relative to the run file, to a Python file or as ./FOLDER to a package; or an installed package,
     as owner/name@version."""
-    weight: float = 1.0
+    weight: Positive = 1.0
     """Share of slots, relative to the other environments."""
     args: dict[str, Any] = {}
     """Arguments of the environment, which alone knows what they mean. They are in the log as they are written, and each
     machine has its data where it likes: a path among them counts from the folder in which shoal is started there."""
     label: str = ""
     """What the run calls it; empty takes the name, or the name of the file without `.py`. Labels must differ."""
-    system: str = ""
-    """System prompt. It takes the place of the environment's own."""
-    examples: tuple[dict[str, Any], ...] = ()
-    """Messages before each task, with `role` and `content`: pairs of a user's and an assistant's."""
-    template: dict[str, Any] = {}
-    """Arguments of the chat template, such as enable_thinking = false, or date = "2026-01-31"."""
-    parser: str = ""
-    """How the policy writes tool calls: hermes, qwen-xml, glm, deepseek, gemma, lfm, mistral, llama, harmony, atem, none.
-    Empty takes what the chat template shows."""
-    weights: dict[str, float] = {}
-    """Weights of the parts of the reward, over those of the environment."""
-    max_turn_tokens: int = 0
-    """Tokens of one turn, if fewer than sampling.max_turn_tokens; 0 is the same."""
-    max_tokens: int = 0
-    """Tokens of a row, usually a whole rollout, if fewer than sampling.max_tokens; 0 is the same."""
-    history: Literal["", "append", "template"] = ""
-    """What the policy reads of its earlier turns: all tokens so far (append), or what the chat template shows of them
-    (template), which may leave out thoughts. Empty is the environment's own choice, usually append."""
-    shaping: Shaping | None = None
-    """Terms that the run adds to the reward: a length to aim at, penalties near a limit and for repetition."""
     kind: Literal["", "episodes", "completions"] = ""
     """Who plays it: workers (episodes), or the host's stage, while workers only extend token ids (completions). Empty is
     episodes, but completions for what nobody can repeat, and for a file or a package in a run that others may join. If the
@@ -63,10 +41,10 @@ class EnvConfig(Section, frozen=True):
     reproducible: bool = True
     """Whether the same actions always get the same answers. If not, the host must play it, and a run does not promise the
     same weights again. A class, or the environment.toml of a package, may say so, too."""
-    call_s: float = 10.0
+    call_s: Positive = 10.0
     """Seconds that the host's stage gives the environment for one turn, judges included. It is tried four times; then the
     rollout ends by error. Where workers play a file or a package, each call has 10 s."""
-    solved: float = 1.0
+    solved: Finite = 1.0
     """A rollout with at least this reward counts as solved: for solve rates, and for draws that follow them."""
     tasks: str = ""
     """Draw only from the tasks that this file lists; a path relative to the run file. Filter stages of `shoal stages` write
@@ -75,7 +53,7 @@ class EnvConfig(Section, frozen=True):
     """What becomes of a rollout on which the environment fails. Empty: it counts in nothing that is learned, and the run
     pauses if many fail. lowest: it has the lowest reward; choose it where an action of the policy can make the environment
     fail, so that failing never pays."""
-    eval_episodes: int = -1
+    eval_episodes: Annotated[int, msgspec.Meta(ge=-1)] = -1
     """Sampled episodes on its held-out tasks, in the place of eval.episodes; 0 leaves it out of evaluations, and -1 is
     eval.episodes."""
 

@@ -1,19 +1,22 @@
-"""How a TOML file becomes a `RunConfig` or an `SftConfig`: defaults, the file, then `key.sub=value` overrides.
+"""How a TOML file becomes a `RunConfig` or an `SftConfig`: defaults, the file, `key.sub=value`, absolute paths."""
 
-It names no key except `[quick]`, `[random]` and the built-in bounds: the others are in `run_file`, and `validate_algorithm`
-fills in those of a named algorithm.
-"""
-
-from collections.abc import Iterator
+import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.config.run_file import BOUNDS, RunConfig, SftConfig
+import msgspec
+
+from shoal.config.env_settings import EnvConfig
+from shoal.config.run_file import BOUNDS, EvalConfig, RunConfig, SftConfig
 from shoal.config.trl import TRL_KEYS, TRL_SFT_KEYS
 from shoal.config.validate import check_run
-from shoal.config.validate_algorithm import filled, optimiser_fits
-from shoal.errors import ConfigError
-from shoal.tree import Section, from_tree, merge, read_toml, set_key, to_tree
+from shoal.config.validate_algorithm import filled, lr_fits
+from shoal.errors import ConfigError, cause_of
+from shoal.protocol.encoding import WireError
+from shoal.protocol.hub_reference import is_hub
+from shoal.protocol.task_draws import TaskList, read_task_list
+from shoal.terminal import brief
+from shoal.tree import Section, from_tree, merge, read_toml, to_tree
 
 T = TypeVar("T")
 
@@ -56,21 +59,12 @@ def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
     config = _convert(tree, overrides or [], SftConfig, path)
     if config.env.tasks:
         raise ConfigError(f"{path}: env.tasks has no effect on scripted games: leave it out")
-    for holds, message in (*optimiser_fits(config), *_sft_fits(config)):
+    fits = bool(config.policy.path) or not config.policy.implementation
+    implemented = "policy.implementation has no effect on policy.tiny: set policy.path, or leave it out"
+    for holds, message in (lr_fits(config.lr), (fits, implemented)):
         if not holds:
             raise ConfigError(f"{path}: {message}")
     return config
-
-
-def _sft_fits(config: SftConfig) -> Iterator[tuple[bool, str]]:
-    """What must hold, each with what to say if it does not."""
-    for key in ("episodes", "steps", "batch"):
-        yield getattr(config, key) >= 1, f"{key} = {getattr(config, key)}: must be at least 1"
-    yield config.eval_every >= 0, f"eval_every = {config.eval_every}: must be at least 0; 0 never evaluates"
-    yield config.eval_episodes >= 1, f"eval_episodes = {config.eval_episodes}: must be at least 1"
-    yield 0 <= config.stop_at <= 1, f"stop_at = {config.stop_at}: must be a share from 0 to 1, such as 0.4"
-    fits = bool(config.policy.path) or not config.policy.implementation
-    yield fits, "policy.implementation has no effect on policy.tiny: set policy.path, or leave it out"
 
 
 _KINDS = {
@@ -96,3 +90,113 @@ def _convert(tree: dict[str, Any], overrides: list[str], kind: type[T], path: Pa
     if kind is not RunConfig:
         return from_tree(tree, kind, source, TRL_SFT_KEYS)
     return from_tree(filled(tree), kind, source, TRL_KEYS)
+
+
+def set_key(tree: dict[str, Any], override: str) -> None:
+    """Apply `workers.count=3`. The value is TOML, or a bare string. A number in the path selects an item of a list."""
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override}: write it as key=value, for example --set workers.count=3")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().split(".")
+    node: Any = tree
+    for part in parents:
+        if isinstance(node, list):
+            if not (part.isdigit() and int(part) < len(node)):
+                raise ConfigError(f"--set {override}: {part} is not an item of the list (it has {len(node)})")
+            node = node[int(part)]
+        elif isinstance(node, dict):
+            node = node.setdefault(part, {})
+    if not isinstance(node, dict):
+        raise ConfigError(f"--set {override}: {'.'.join(parents)} is not a section")
+    node[last] = value
+
+
+# --- what a run file names by a path: relative to it, but a run's folder must work from anywhere ---
+
+
+def resolve_path(key: str, path: str, beside: Path) -> Path:
+    """A path that a key names, made absolute. Raises `ConfigError` if no file or folder can have it."""
+    try:
+        place = (beside / path).resolve()
+        place.exists()
+    except PermissionError as error:
+        raise ConfigError(f"{key} = {brief(path)}: cannot be read: {cause_of(error)}. Make it readable") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{key} = {brief(path)}: cannot be a path: {cause_of(error)}. Correct it") from None
+    return place
+
+
+def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
+    """Make all paths of a run file absolute. Raises `ConfigError` if no model is where it names one."""
+    policy = config.policy
+    if policy.path and not is_hub(policy.path):
+        path = resolve_path("policy.path", policy.path, recipe_dir)
+        if not path.is_dir():
+            raise ConfigError(
+                f"policy.path = {policy.path}: no directory at {path}. Give one with a Hugging Face model; "
+                "--random-policy tries the run without one, if the run file has a table [random]"
+            )
+        policy = msgspec.structs.replace(policy, path=str(path))
+    envs = tuple(env_at(env, recipe_dir) for env in config.envs)
+    whole = msgspec.structs.replace(config, policy=policy, envs=envs, eval=_eval_at(config.eval, recipe_dir))
+    return with_judge_at(whole, recipe_dir)
+
+
+def _eval_at(asked: EvalConfig, recipe_dir: Path) -> EvalConfig:
+    """With the path of the held-out judge. Evaluations run beside training, so a judge that is not there is told now."""
+    if not is_path(asked.judge.name):
+        return asked
+    path = resolve_path("eval.judge.name", asked.judge.name, recipe_dir)
+    if not path.exists():
+        raise ConfigError(
+            f"eval.judge.name = {asked.judge.name}: nothing at {path}. Give an environment's file or folder"
+        )
+    return msgspec.structs.replace(asked, judge=msgspec.structs.replace(asked.judge, name=str(path)))
+
+
+def env_at(env: EnvConfig, recipe_dir: Path) -> EnvConfig:
+    """An environment with absolute paths."""
+    if is_path(env.name):
+        env = msgspec.structs.replace(env, name=str(resolve_path("envs.name", env.name, recipe_dir)))
+    if env.tasks:
+        env = msgspec.structs.replace(env, tasks=str(resolve_path("envs.tasks", env.tasks, recipe_dir)))
+    return env
+
+
+def is_path(env: str) -> bool:
+    """Whether the name of an environment is that of a file or folder, relative to the run file."""
+    return env.endswith(".py") or env.startswith(("./", "../", "/"))
+
+
+def with_judge_at(config: RunConfig, recipe_dir: Path) -> RunConfig:
+    """Make the path of a run file's teacher or reward model absolute. Raises `ConfigError` if no directory is there."""
+    train = config.train
+    for key in ("teacher", "reward_model"):
+        if given := getattr(train, key):
+            path = resolve_path(f"train.{key}", given, recipe_dir)
+            if not path.is_dir():
+                raise ConfigError(f"train.{key} = {given}: no directory at {path}. Give one with a Hugging Face model")
+            train = msgspec.structs.replace(train, **{key: str(path)})
+    return msgspec.structs.replace(config, train=train)
+
+
+def with_digests(config: RunConfig) -> tuple[RunConfig, list[TaskList]]:
+    """A run file with absolute paths, with the digests of its lists of tasks instead of their paths; and the lists. Raises
+    `ConfigError` if a file is not such a list."""
+    envs, lists = list[EnvConfig](), list[TaskList]()
+    for env in config.envs:
+        if env.tasks:
+            try:
+                lists.append(read_task_list(Path(env.tasks).read_bytes()))
+            except (OSError, WireError) as error:
+                cause = cause_of(error)
+                raise ConfigError(
+                    f"envs.tasks = {env.tasks}: no task list of a filter stage: {cause}. Give the tasks.json of one"
+                ) from None
+            env = msgspec.structs.replace(env, tasks=lists[-1].digest)
+        envs.append(env)
+    return msgspec.structs.replace(config, envs=tuple(envs)), lists

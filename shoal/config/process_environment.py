@@ -1,7 +1,4 @@
-"""The process environment: the only file that reads it.
-
-It knows nothing of run files.
-"""
+"""The process environment: the only file that reads it."""
 
 import contextlib
 import ipaddress

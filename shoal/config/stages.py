@@ -1,48 +1,51 @@
-"""The stages file: which stages a run of stages has, by which recipe each goes, and what it takes from earlier ones.
+"""The stages file: which stages a run of stages has, by which recipe each goes, and what it takes from earlier ones."""
 
-It knows what may follow what, and reads the recipes; `launch/pipeline/stage_pipeline` does the stages.
-"""
-
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from shoal.config.load import load_run, load_sft
-from shoal.config.run_file import RunConfig, SftConfig
+from shoal.config.load import load_run, load_sft, set_key
+from shoal.config.run_file import Name, RunConfig, SftConfig
 from shoal.errors import ConfigError
-from shoal.tree import Section, from_tree, merge, read_toml, set_key
+from shoal.protocol.fields import Count, Finite, Positive, Share, Whole
+from shoal.tree import Section, from_tree, merge, read_toml
 
 FROM = "stage:"
 """Comes before the name of the stage that something is taken from."""
 
 
-class SftStage(Section, frozen=True, kw_only=True, tag="sft", tag_field="kind"):
-    """Supervised fine-tuning, as `shoal sft` does it. It makes a policy."""
+class NamedStage(Section, frozen=True, kw_only=True, tag_field="kind"):
+    """What all stages have."""
 
-    name: str
+    name: Annotated[str, Meta(pattern=r"\A[\w-]+\Z", description="use only letters, digits, - and _")]
     """Names the stage. Letters, digits, - and _."""
+
+
+class RecipeStage(NamedStage, frozen=True, kw_only=True):
+    """What stages with a recipe have."""
+
     recipe: str
-    """Recipe of `shoal sft`, relative to the stages file."""
+    """A recipe of `shoal sft` for sft stages, else a run file, relative to the stages file. Filter stages take its `envs`
+    and `sampling`; eval stages its `eval`, too."""
     set: tuple[str, ...] = ()
     """Overrides of the recipe's keys, such as "steps=100"."""
+
+
+class SftStage(RecipeStage, frozen=True, kw_only=True, tag="sft"):
+    """Supervised fine-tuning, as `shoal sft` does it. It makes a policy."""
+
     policy: str = ""
     """stage:NAME: the policy to start from. Empty: the recipe's own."""
     examples: str = ""
     """stage:NAME, a reject stage: learn from the rollouts that it chose, in the place of scripted games."""
 
 
-class RlStage(Section, frozen=True, kw_only=True, tag="rl", tag_field="kind"):
+class RlStage(RecipeStage, frozen=True, kw_only=True, tag="rl"):
     """A whole run on this machine, as `shoal run` does it. It makes a policy, and rollouts to choose from."""
 
-    name: str
-    """Names the stage. Letters, digits, - and _."""
-    recipe: str
-    """Run file, relative to the stages file."""
-    set: tuple[str, ...] = ()
-    """Overrides of the run file's keys, such as "train.lr=5e-4"."""
     policy: str = ""
     """stage:NAME: the policy to start from. Empty: the run file's own."""
     tasks: str = ""
@@ -55,148 +58,106 @@ class RlStage(Section, frozen=True, kw_only=True, tag="rl", tag_field="kind"):
     rollout. Empty: what the run file says."""
 
 
-class FilterStage(Section, frozen=True, kw_only=True, tag="filter", tag_field="kind"):
+class FilterStage(RecipeStage, frozen=True, kw_only=True, tag="filter"):
     """An offline filter: the tasks of which a policy solves some rollouts, but not all (INTELLECT-2, arXiv:2505.07291). The
     policy may be a smaller one than what later stages train."""
 
-    name: str
-    """Names the stage. Letters, digits, - and _."""
-    recipe: str
-    """Run file, relative to the stages file: its `envs` and `sampling`."""
-    set: tuple[str, ...] = ()
-    """Overrides of the run file's keys."""
     policy: str = ""
     """stage:NAME: the policy that plays. Empty: the run file's own policy.path."""
     env: str = ""
     """Label of the environment whose tasks are measured; empty if the run file has one."""
-    rollouts: int = 8
+    rollouts: Count = 8
     """Rollouts of each task."""
-    low: float = 0.1
+    low: Share = 0.1
     """Keep tasks of which at least this share of the rollouts is solved. What solved is: `solved` in [[envs]]."""
-    high: float = 0.8
+    high: Share = 0.8
     """Keep tasks of which at most this share of the rollouts is solved."""
-    most: int = 0
+    most: Whole = 0
     """Tasks measured, the first of the environment; 0 is all."""
 
 
-class EvalStage(Section, frozen=True, kw_only=True, tag="eval", tag_field="kind"):
+class EvalStage(RecipeStage, frozen=True, kw_only=True, tag="eval"):
     """An evaluation on the held-out tasks of a run file: by its `envs`, `sampling` and `eval`."""
 
-    name: str
-    """Names the stage. Letters, digits, - and _."""
-    recipe: str
-    """Run file, relative to the stages file."""
-    set: tuple[str, ...] = ()
-    """Overrides of the run file's keys, such as "eval.episodes=64"."""
     policy: str
     """stage:NAME: the policy to evaluate; or a directory, relative to the stages file."""
 
 
-class MergeStage(Section, frozen=True, kw_only=True, tag="merge", tag_field="kind"):
+class MergeStage(NamedStage, frozen=True, kw_only=True, tag="merge"):
     """A whole model from a policy that is an adapter over its base, as `shoal policy merge` makes it."""
 
-    name: str
-    """Names the stage. Letters, digits, - and _."""
     policy: str
     """stage:NAME: the policy to merge; or a directory, relative to the stages file."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Precision of the files; empty is the base's."""
-    threads: int = 1
+    threads: Count = 1
     """CPU threads."""
 
 
-class RejectStage(Section, frozen=True, kw_only=True, tag="reject", tag_field="kind"):
+class RejectStage(NamedStage, frozen=True, kw_only=True, tag="reject"):
     """Rejection sampling: from each group that a run learned from, the rollouts that a later sft stage imitates."""
 
-    name: str
-    """Names the stage. Letters, digits, - and _."""
     rollouts: str
     """stage:NAME, an rl stage: whose groups."""
     rule: Literal["raft", "star"] = "raft"
     """raft: the best `keep` of each group (arXiv:2304.06767). star: those with at least the reward `right`
     (arXiv:2203.14465)."""
-    keep: int = 1
+    keep: Count = 1
     """Rollouts of each group, for raft."""
-    right: float = 1.0
+    right: Finite = 1.0
     """Least reward of a rollout that is right, for star."""
-    most: int = 0
+    most: Whole = 0
     """Rollouts of each group at most, for star; 0 is all."""
-    last_steps: int = 0
+    last_steps: Whole = 0
     """Groups of so many last steps only; 0 is all."""
 
 
-class DpoStage(Section, frozen=True, kw_only=True, tag="dpo", tag_field="kind"):
-    """Direct preference optimisation (arXiv:2305.18290): from pairs of answers, of which one is preferred. It makes a
-    policy. The reference is the policy that it starts from. One pair in eight is not learned from, but measured;
-    of fewer than 16, all are both."""
+class PairsStage(NamedStage, frozen=True, kw_only=True):
+    """What stages that learn from pairs of answers have."""
 
-    name: str
-    """Names the stage. Letters, digits, - and _."""
     policy: str
-    """stage:NAME: the policy to start from; or a directory, relative to the stages file."""
+    """stage:NAME: the policy to start from, of a reward_model stage a whole model; or a directory, relative to the stages
+    file."""
     rollouts: str = ""
     """stage:NAME, an rl stage: of each group, the best and the worst rollout by reward are a pair."""
     pairs: str = ""
     """In the place of rollouts: a file, relative to the stages file, with a JSON object in each line: `prompt`, `chosen`
     and `rejected`, each a text or chat messages. `tools` and `chat_template_kwargs` reach the chat template."""
-    last_steps: int = 0
+    last_steps: Whole = 0
     """Groups of so many last steps of the run only; 0 is all."""
-    beta: float = 0.1
-    """Weight of the KL divergence from the reference."""
-    steps: int = 100
+    steps: Count = 100
     """Training steps."""
-    batch: int = 32
+    batch: Count = 32
     """Pairs a step."""
-    lr: float = 1e-4
+    lr: Positive = 1e-4
     """Learning rate at its highest; it falls to a tenth along a cosine."""
-    warmup_steps: int = 10
+    warmup_steps: Whole = 10
     """Steps in which the learning rate climbs from 0."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive = 1.0
     """A longer gradient is scaled down to this norm."""
-    max_tokens: int = 512
+    max_tokens: Count = 512
     """Pairs with a longer row are left out and counted, tokens. So are those with more than the model's positions."""
     seed: int = 0
     """Fixes the order of the pairs."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the files that are written."""
-    threads: int = 1
+    threads: Count = 1
     """CPU threads."""
 
 
-class RewardModelStage(Section, frozen=True, kw_only=True, tag="reward_model", tag_field="kind"):
+class DpoStage(PairsStage, frozen=True, kw_only=True, tag="dpo"):
+    """Direct preference optimisation (arXiv:2305.18290): from pairs of answers, of which one is preferred. It makes a
+    policy. The reference is the policy that it starts from. One pair in eight is not learned from, but measured;
+    of fewer than 16, all are both."""
+
+    beta: Positive = 0.1
+    """Weight of the KL divergence from the reference."""
+
+
+class RewardModelStage(PairsStage, frozen=True, kw_only=True, tag="reward_model"):
     """A reward model: the layers of a policy below a head of one number, trained on pairs of answers, of which one is
     preferred (Bradley and Terry 1952; arXiv:2203.02155, equation 1). One pair in eight is not learned from, but
     measured; of fewer than 16, all are both."""
-
-    name: str
-    """Names the stage. Letters, digits, - and _."""
-    policy: str
-    """stage:NAME: the policy whose layers it starts from; or a directory, relative to the stages file. It must be a whole
-    model."""
-    rollouts: str = ""
-    """stage:NAME, an rl stage: of each group, the best and the worst rollout by reward are a pair."""
-    pairs: str = ""
-    """In the place of rollouts: a file, relative to the stages file, as for dpo."""
-    last_steps: int = 0
-    """Groups of so many last steps of the run only; 0 is all."""
-    steps: int = 100
-    """Training steps."""
-    batch: int = 32
-    """Pairs a step."""
-    lr: float = 1e-4
-    """Learning rate at its highest; it falls to a tenth along a cosine."""
-    warmup_steps: int = 10
-    """Steps in which the learning rate climbs from 0."""
-    max_grad_norm: float = 1.0
-    """A longer gradient is scaled down to this norm."""
-    max_tokens: int = 512
-    """Pairs with a longer row are left out and counted, tokens. So are those with more than the model's positions."""
-    seed: int = 0
-    """Fixes the order of the pairs."""
-    publish_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the files that are written."""
-    threads: int = 1
-    """CPU threads."""
 
 
 Stage = SftStage | RlStage | FilterStage | EvalStage | MergeStage | RejectStage | DpoStage | RewardModelStage
@@ -229,7 +190,7 @@ NEEDED = {
 class StagesConfig(Section, frozen=True, kw_only=True):
     """A stages file."""
 
-    name: str
+    name: Name
     """Names the run of stages and its folder, runs/NAME."""
     measure: str = ""
     """Run file, relative to the stages file, on whose held-out tasks each policy is evaluated, before and after its stage.
@@ -267,14 +228,12 @@ def settings_of(stage: Stage, beside: Path) -> RunConfig | SftConfig | None:
 
     A policy from another stage is policy.path = "stage:NAME", and so are train.teacher and train.reward_model.
     """
-    match stage:
-        case SftStage() | RlStage() | FilterStage() | EvalStage():
-            named = {key: getattr(stage, field, "") for field, key in MODELS.items()}
-            paths = [f'{key}="{model}"' for key, model in named.items() if model]
-            file, overrides = beside / stage.recipe, [*stage.set, *paths]
-            return load_sft(file, overrides) if isinstance(stage, SftStage) else load_run(file, overrides)
-        case _:
-            return None
+    if not isinstance(stage, RecipeStage):
+        return None
+    named = {key: getattr(stage, field, "") for field, key in MODELS.items()}
+    paths = [f'{key}="{model}"' for key, model in named.items() if model]
+    file, overrides = beside / stage.recipe, [*stage.set, *paths]
+    return load_sft(file, overrides) if isinstance(stage, SftStage) else load_run(file, overrides)
 
 
 def kind_of(stage: Stage) -> str:
@@ -284,7 +243,7 @@ def kind_of(stage: Stage) -> str:
 
 def policy_directory(stage: Stage) -> str:
     """The directory that a stage begins with which is no other stage's and no recipe's; empty if there is none."""
-    if not isinstance(stage, EvalStage | MergeStage | DpoStage | RewardModelStage):
+    if not isinstance(stage, EvalStage | MergeStage | PairsStage):
         return ""  # of others, the recipe says it
     return "" if stage.policy.startswith(FROM) else stage.policy
 
@@ -334,16 +293,10 @@ def _named(stages: list[dict[str, Any]], name: str, path: Path, what: str) -> di
 
 def _check(config: StagesConfig, path: Path) -> None:
     """Raise `ConfigError` for names that cannot be used, and for stages that take what is not there."""
-    if not re.fullmatch(r"[\w.-]*\w", config.name):
-        raise ConfigError(
-            f"{path}: name = {config.name!r}: use only letters, digits, - _ and . and do not end with - or ."
-        )
     if not config.stages:
         raise ConfigError(f"{path}: stages: at least one [[stages]] section is needed")
     by_name: dict[str, Stage] = {}
     for stage in config.stages:
-        if not re.fullmatch(r"[\w-]+", stage.name):
-            raise ConfigError(f"{path}: stages.name = {stage.name!r}: use only letters, digits, - and _")
         if stage.name in by_name:  # guard: one-stage-a-name
             raise ConfigError(f"{path}: two stages are named {stage.name}: give each its own name")
         by_name[stage.name] = stage
@@ -353,16 +306,9 @@ def _check(config: StagesConfig, path: Path) -> None:
         for key in needed:
             if not getattr(stage, key):  # guard: needed-keys-are-not-empty
                 raise ConfigError(f'{path}: stage {stage.name}: {key} = "": {NEEDED[key]}')
-        if isinstance(stage, RejectStage) and (stage.keep < 1 or stage.most < 0 or stage.last_steps < 0):
-            raise ConfigError(f"{path}: stage {stage.name}: keep must be at least 1, most and last_steps at least 0")
-        if isinstance(stage, FilterStage) and not (
-            stage.rollouts >= 1 and 0 <= stage.low <= stage.high <= 1 and stage.most >= 0
-        ):
-            raise ConfigError(
-                f"{path}: stage {stage.name}: rollouts must be at least 1, most at least 0, and low and high from 0 to 1, "
-                "low not above high"
-            )
-        if isinstance(stage, DpoStage | RewardModelStage):
+        if isinstance(stage, FilterStage) and stage.low > stage.high:
+            raise ConfigError(f"{path}: stage {stage.name}: low = {stage.low}: must be at most high = {stage.high}")
+        if isinstance(stage, PairsStage):
             _check_pairs(stage, path)
         if (own := policy_directory(stage)) in by_name:
             raise ConfigError(f'{path}: stage {stage.name}: policy = {own}: for that stage, write "{FROM}{own}"')
@@ -371,17 +317,12 @@ def _check(config: StagesConfig, path: Path) -> None:
         before.add(stage.name)
 
 
-def _check_pairs(stage: DpoStage | RewardModelStage, path: Path) -> None:
+def _check_pairs(stage: PairsStage, path: Path) -> None:
     what = f"{path}: stage {stage.name}"
     if bool(stage.rollouts) == bool(stage.pairs):
         raise ConfigError(
             f"{what}: pairs come from `rollouts` (an rl stage) or from `pairs` (a file): name one of them"
         )
-    if min(stage.steps, stage.batch, stage.max_tokens, stage.threads) < 1 or stage.last_steps < 0:
-        raise ConfigError(f"{what}: steps, batch, max_tokens and threads must be at least 1, last_steps at least 0")
-    above = ["lr", "max_grad_norm", *(["beta"] if isinstance(stage, DpoStage) else [])]
-    if not all(getattr(stage, key) > 0 for key in above):
-        raise ConfigError(f"{what}: {' and '.join(above)} must be above 0")
 
 
 def _check_taken(stage: Stage, key: str, by_name: dict[str, Stage], before: set[str], path: Path) -> None:

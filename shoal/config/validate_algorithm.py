@@ -1,10 +1,9 @@
 """Rules of the tables `algorithm`, `credit` and `train` of a run file, and the defaults that an algorithm brings."""
 
-import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from shoal.config.run_file import PRESET_LR, CriticConfig, RunConfig, SftConfig, TrainConfig
+from shoal.config.run_file import PRESET_LR, CriticConfig, RunConfig
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.algorithm_config import (
     DEFAULT,
@@ -16,173 +15,14 @@ from shoal.protocol.algorithm_config import (
     step_credit_of,
     vine_of,
 )
-from shoal.protocol.constants import COMPLETIONS, CONTINUATIONS, EPISODES, MAX_GROUP_ROLLOUTS, MAX_ROLLOUT_STEPS
+from shoal.protocol.constants import COMPLETIONS, CONTINUATIONS, EPISODES, MAX_GROUP_ROLLOUTS
 from shoal.protocol.message_sizes import most_batch_groups, most_lease_groups
 from shoal.tree import merge, to_tree
-
-# --- What decides the worth of rollouts and tokens beside their rewards, and what it does not go together with ---
-#
-# A critic, a teacher, a reward model, continuations, rewards of turns or steps.
-
 
 WHERE = "train.algorithm"
 
 Demand = tuple[bool, str]
 """Whether something holds, and what to say if it does not."""
-
-
-def credit_fits(config: RunConfig) -> Iterator[Demand]:
-    """What must hold, each with what to say if it does not."""
-    algorithm = config.train.algorithm
-    yield from _models_fit(config, algorithm)
-    yield from _critic_fits(config, algorithm)
-    yield from _judge_fits(config, algorithm)
-    yield from _vine_fits(config, algorithm)
-    yield from _steps_fit(config, algorithm)
-    by_row = isinstance(algorithm.loss, c.Gspo) and not algorithm.loss.by_token
-    credit = algorithm.credit
-    named = f'credit.name = "{credit.__struct_config__.tag}"' if credit else ""
-    what = named or f'advantage = "{algorithm.advantage}"'
-    yield (
-        not (by_row and credits_tokens(algorithm)),  # guard: gspo-of-credited-tokens
-        f"{WHERE}.{what} gives the tokens of a row different advantages: set {WHERE}.loss.by_token = true",
-    )
-
-
-def _models_fit(config: RunConfig, algorithm: Algorithm) -> Iterator[Demand]:
-    """Whether the models that the run file has settings for are those that the algorithm asks for."""
-    yield (
-        needs_critic(algorithm) or config.train.critic == CriticConfig(),
-        f'train.critic does nothing without a critic: set {WHERE}.advantage = "gae", or leave train.critic out',
-    )
-    for key in ("teacher", "reward_model"):
-        given, asked = bool(getattr(config.train, key)), judge_named(algorithm) == key
-        yield given or not asked, f'{WHERE}.advantage = "{key}": name the directory of the model in train.{key}'
-        useless = f'train.{key} does nothing: set {WHERE}.advantage = "{key}", or leave it out'
-        yield asked or not given, useless
-
-
-def _critic_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
-    if not needs_critic(algorithm):
-        return
-    critic, where = config.train.critic, f'{WHERE}.advantage = "gae"'
-    yield 0 <= critic.lr < math.inf, f"train.critic.lr = {critic.lr}: must be at least 0, and finite"
-    yield 0 < critic.gamma <= 1, f"train.critic.gamma = {critic.gamma}: must be above 0 and at most 1"
-    yield 0 <= critic.lam <= 1, f"train.critic.lam = {critic.lam}: must be between 0 and 1"
-    yield 0 <= critic.clip < math.inf, f"train.critic.clip = {critic.clip}: must be at least 0, and finite"
-    yield critic.warmup_steps >= 0, f"train.critic.warmup_steps = {critic.warmup_steps}: must be at least 0"
-    yield (
-        config.train.processes == 1,  # guard: critic-of-one-process
-        f"{where} with train.processes = {config.train.processes}: one process keeps the critic whole. Leave one of them "
-        "out",
-    )
-    yield (
-        not config.policy.adapter.rank,  # guard: no-critic-beside-an-adapter
-        f"{where} with policy.adapter: the critic learns all of its weights, and would take the memory that an adapter "
-        "saves. Leave one of them out",
-    )
-    yield (
-        not config.policy.implementation,  # guard: critic-of-our-own-layers
-        f"{where} with policy.implementation: a critic has the layers of Llama, Mistral, Qwen2 or Qwen3. Leave one of them "
-        "out",
-    )
-
-
-def _judge_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
-    yield (
-        not judge_named(algorithm) or config.train.processes == 1,  # guard: judge-of-one-process
-        f'{WHERE}.advantage = "{algorithm.advantage}" with train.processes = {config.train.processes}: one process keeps '
-        "that model whole. Leave one of them out",
-    )
-
-
-def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
-    """What continuations need of a run, and what they do not go with."""
-    vine, where, rollouts, size = vine_of(algorithm), f"{WHERE}.credit", config.rollouts, config.rollouts.group_size
-    if vine is None:
-        return
-    for name in ("continuations", "every", "most"):
-        value = getattr(vine, name)
-        yield value >= 1, f"{where}.{name} = {value}: must be at least 1"
-    if min(vine.continuations, vine.every, vine.most, size) < 1:
-        return
-    yield (
-        algorithm.advantage == "mean",
-        f'{where}.name = "vine" makes the advantages itself: leave {WHERE}.advantage = "{algorithm.advantage}" out',
-    )
-    yield (
-        all(env.kind in ("", EPISODES) for env in config.envs),  # guard: continuations-are-played-by-workers
-        f'{where}.name = "vine": a worker must play on from within a rollout, and where the host plays ({COMPLETIONS}), it '
-        "cannot. Leave envs.kind out",
-    )
-    num, tokens = size * vine.most * vine.continuations, config.sampling.all_tokens
-    per_block, groups = rollouts.block_rollouts // size, rollouts.batch_groups
-    proofs, labels = config.verify.proofs != "none", [env.label for env in config.envs]
-    fits = num <= MAX_GROUP_ROLLOUTS and per_block <= most_lease_groups(
-        num, max(1, tokens), proofs, labels, CONTINUATIONS
-    )
-    yield (
-        fits,  # guard: continuations-fit-messages
-        f"{where}: up to {num} continuations of a group of {size}, each of up to {tokens} tokens, do not fit into a "
-        f"submission of a block of {per_block} groups, or are more than {MAX_GROUP_ROLLOUTS}: lower most or continuations",
-    )
-    if num > MAX_GROUP_ROLLOUTS:
-        return  # nobody could write the largest batch
-    most = most_batch_groups(size, num)
-    yield (
-        groups <= most,  # guard: batch-of-continuations-fits
-        f"{where}: a batch of {groups} groups with up to {num} continuations each does not fit into one message: at most "
-        f"{most}, or lower most or continuations",
-    )
-
-
-def _steps_fit(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
-    """What rewards of turns or steps need of a run, and what they do not go with."""
-    credit, rollouts, size = step_credit_of(algorithm), config.rollouts, config.rollouts.group_size
-    if credit is None:
-        return
-    where, by_turn = f"{WHERE}.credit", isinstance(credit, c.Turns)
-    fits = 1 <= credit.most <= MAX_ROLLOUT_STEPS
-    yield fits, f"{where}.most = {credit.most}: must be 1 to {MAX_ROLLOUT_STEPS}"
-    allowed = ("mean", "gae") if by_turn else ("mean", "mean_std", "gae")
-    yield (
-        algorithm.advantage in allowed,  # guard: credit-makes-the-advantages
-        f'{where}.name = "{credit.__struct_config__.tag}" makes the advantages itself, or leaves them to a critic: '
-        f'{WHERE}.advantage = "{algorithm.advantage}" must be one of {", ".join(allowed)}',
-    )
-    if isinstance(credit, c.Turns):
-        yield 0 < credit.discount <= 1, f"{where}.discount = {credit.discount}: must be above 0 and at most 1"
-        yield (
-            not needs_critic(algorithm) or credit.discount == 1,
-            f'{where}.discount = {credit.discount} with {WHERE}.advantage = "gae": train.critic.gamma discounts. Leave '
-            "discount out",
-        )
-    yield (
-        all(env.kind in ("", EPISODES) for env in config.envs),  # guard: steps-are-replayed
-        f"{where}: validators recompute what a turn or step earns, and where the host plays ({COMPLETIONS}), its record "
-        "has only rewards of rollouts. Leave envs.kind out",
-    )
-    if not 1 <= credit.most <= MAX_ROLLOUT_STEPS or not 1 <= size <= MAX_GROUP_ROLLOUTS:
-        return
-    tokens, labels = max(1, config.sampling.all_tokens), [env.label for env in config.envs]
-    per_block, proofs = rollouts.block_rollouts // size, config.verify.proofs != "none"
-    fits = per_block <= most_lease_groups(size, tokens, proofs, labels, steps=credit.most)
-    yield (
-        fits,  # guard: steps-fit-verdicts
-        f"{where}.most = {credit.most}: a verdict on a block of {per_block} groups of {size} rollouts, with so many steps "
-        "each, does not fit into one message: lower most, or rollouts.block_rollouts",
-    )
-    groups = most_batch_groups(size, steps=credit.most)
-    yield (
-        rollouts.batch_groups <= groups,  # guard: batch-of-steps-fits
-        f"{where}.most = {credit.most}: a batch of {rollouts.batch_groups} groups of {size} rollouts, with so many steps "
-        f"each, does not fit into one message: at most {groups} groups, or lower most",
-    )
-
-
-# --- `[train.algorithm]` of a run file ---
-#
-# What a named algorithm leaves to its defaults, and which parts do not go together.
 
 
 def filled(tree: dict[str, Any]) -> dict[str, Any]:
@@ -217,79 +57,171 @@ _SHORT = {"epsilon": ("eps_low", "eps_high"), "delta": ("delta",)}
 
 
 def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
-    """What must hold, each with what to say if it does not. These numbers go into the log, so they must be finite."""
+    """What must hold, each with what to say if it does not."""
     algorithm = config.train.algorithm
-    finite = math.isfinite(algorithm.entropy_bonus)
-    yield finite, f"{WHERE}.entropy_bonus = {algorithm.entropy_bonus}: must be finite"
-    yield from credit_fits(config)
-    yield from _loss_fits(algorithm.loss)
+    yield from _models_fit(config, algorithm)
+    yield from _critic_fits(config, algorithm)
+    yield from _vine_fits(config, algorithm)
+    yield from _steps_fit(config, algorithm)
+    yield from _loss_fits(config, algorithm)
     yield from _average_fits(config, algorithm)
     yield from _corrections_fit(algorithm)
-    yield from _sampling_fits(config, algorithm)
     yield from _kl_fits(config, algorithm)
     target = algorithm.entropy_target
-    yield 0 <= target < math.inf, f"{WHERE}.entropy_target = {target}: must be at least 0, and finite"
     fits = not target or algorithm.entropy_bonus > 0
     yield fits, f"{WHERE}.entropy_target = {target}: it controls the bonus, so set entropy_bonus above 0, such as 0.02"
-    fits = 0 <= algorithm.squared_ratio < math.inf
-    yield fits, f"{WHERE}.squared_ratio = {algorithm.squared_ratio}: must be at least 0, and finite"
 
 
-def notes_of(config: RunConfig) -> list[str]:
-    """What works, and yet may not be what was meant."""
-    algorithm = config.train.algorithm
+def _models_fit(config: RunConfig, algorithm: Algorithm) -> Iterator[Demand]:
+    """Whether the models that the run file has settings for are those that the algorithm asks for."""
+    yield (
+        needs_critic(algorithm) or config.train.critic == CriticConfig(),
+        f'train.critic does nothing without a critic: set {WHERE}.advantage = "gae", or leave train.critic out',
+    )
+    for key in ("teacher", "reward_model"):
+        given, asked = bool(getattr(config.train, key)), judge_named(algorithm) == key
+        yield given or not asked, f'{WHERE}.advantage = "{key}": name the directory of the model in train.{key}'
+        useless = f'train.{key} does nothing: set {WHERE}.advantage = "{key}", or leave it out'
+        yield asked or not given, useless
+    yield (
+        not judge_named(algorithm) or config.train.processes == 1,  # guard: judge-of-one-process
+        f'{WHERE}.advantage = "{algorithm.advantage}" with train.processes = {config.train.processes}: one process keeps '
+        "that model whole. Leave one of them out",
+    )
+
+
+def _critic_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    if not needs_critic(algorithm):
+        return
+    where = f'{WHERE}.advantage = "gae"'
+    yield (
+        config.train.processes == 1,  # guard: critic-of-one-process
+        f"{where} with train.processes = {config.train.processes}: one process keeps the critic whole. Leave one of them "
+        "out",
+    )
+    yield (
+        not config.policy.adapter.rank,  # guard: no-critic-beside-an-adapter
+        f"{where} with policy.adapter: the critic learns all of its weights, and would take the memory that an adapter "
+        "saves. Leave one of them out",
+    )
+    yield (
+        not config.policy.implementation,  # guard: critic-of-our-own-layers
+        f"{where} with policy.implementation: a critic has the layers of Llama, Mistral, Qwen2 or Qwen3. Leave one of them "
+        "out",
+    )
+
+
+def largest_block(config: RunConfig, size: int, kind: str = EPISODES, steps: int = 0) -> int:
+    """Groups of so many rollouts of the largest block that fits into a submission and its verdict."""
+    proofs, labels = config.verify.proofs != "none", [env.label for env in config.envs]
+    return most_lease_groups(size, config.sampling.all_tokens, proofs, labels, kind, steps)
+
+
+def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    """What continuations need of a run, and what they do not go with."""
+    vine, where, rollouts, size = vine_of(algorithm), f"{WHERE}.credit", config.rollouts, config.rollouts.group_size
+    if vine is None:
+        return
+    yield (
+        algorithm.advantage == "mean",
+        f'{where}.name = "vine" makes the advantages itself: leave {WHERE}.advantage = "{algorithm.advantage}" out',
+    )
+    yield (
+        all(env.kind in ("", EPISODES) for env in config.envs),  # guard: continuations-are-played-by-workers
+        f'{where}.name = "vine": a worker must play on from within a rollout, and where the host plays ({COMPLETIONS}), it '
+        "cannot. Leave envs.kind out",
+    )
+    num, tokens = size * vine.most * vine.continuations, config.sampling.all_tokens
+    per_block, groups = rollouts.block_rollouts // size, rollouts.batch_groups
+    fits = num <= MAX_GROUP_ROLLOUTS and per_block <= largest_block(config, num, CONTINUATIONS)
+    yield (
+        fits,  # guard: continuations-fit-messages
+        f"{where}: up to {num} continuations of a group of {size}, each of up to {tokens} tokens, do not fit into a "
+        f"submission of a block of {per_block} groups, or are more than {MAX_GROUP_ROLLOUTS}: lower most or continuations",
+    )
+    if num > MAX_GROUP_ROLLOUTS:
+        return  # nobody could write the largest batch
+    most = most_batch_groups(size, num)
+    yield (
+        groups <= most,  # guard: batch-of-continuations-fits
+        f"{where}: a batch of {groups} groups with up to {num} continuations each does not fit into one message: at most "
+        f"{most}, or lower most or continuations",
+    )
+
+
+def _steps_fit(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    """What rewards of turns or steps need of a run, and what they do not go with."""
+    credit, rollouts, size = step_credit_of(algorithm), config.rollouts, config.rollouts.group_size
+    if credit is None:
+        return
+    where, by_turn = f"{WHERE}.credit", isinstance(credit, c.Turns)
+    allowed = ("mean", "gae") if by_turn else ("mean", "mean_std", "gae")
+    yield (
+        algorithm.advantage in allowed,  # guard: credit-makes-the-advantages
+        f'{where}.name = "{credit.__struct_config__.tag}" makes the advantages itself, or leaves them to a critic: '
+        f'{WHERE}.advantage = "{algorithm.advantage}" must be one of {", ".join(allowed)}',
+    )
+    if isinstance(credit, c.Turns):
+        yield (
+            not needs_critic(algorithm) or credit.discount == 1,
+            f'{where}.discount = {credit.discount} with {WHERE}.advantage = "gae": train.critic.gamma discounts. Leave '
+            "discount out",
+        )
+    yield (
+        all(env.kind in ("", EPISODES) for env in config.envs),  # guard: steps-are-replayed
+        f"{where}: validators recompute what a turn or step earns, and where the host plays ({COMPLETIONS}), its record "
+        "has only rewards of rollouts. Leave envs.kind out",
+    )
+    per_block = rollouts.block_rollouts // size
+    yield (
+        per_block <= largest_block(config, size, steps=credit.most),  # guard: steps-fit-verdicts
+        f"{where}.most = {credit.most}: a verdict on a block of {per_block} groups of {size} rollouts, with so many steps "
+        "each, does not fit into one message: lower most, or rollouts.block_rollouts",
+    )
+    groups = most_batch_groups(size, steps=credit.most)
+    yield (
+        rollouts.batch_groups <= groups,  # guard: batch-of-steps-fits
+        f"{where}.most = {credit.most}: a batch of {rollouts.batch_groups} groups of {size} rollouts, with so many steps "
+        f"each, does not fit into one message: at most {groups} groups, or lower most",
+    )
+
+
+def _loss_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    """The clip, and what a loss with one ratio a row or without a ratio cannot learn from."""
+    train, loss, credit = config.train, algorithm.loss, algorithm.credit
+    if isinstance(loss, c.Clip):
+        fits, least = loss.delta == 0 or loss.delta > 1 + loss.eps_high, 1 + loss.eps_high
+        yield fits, f"{WHERE}.loss.delta = {loss.delta}: must be 0, or above 1 + eps_high = {least}"
+    named = f'credit.name = "{credit.__struct_config__.tag}"' if credit else f'advantage = "{algorithm.advantage}"'
+    yield (
+        not isinstance(loss, c.Gspo)
+        or loss.by_token
+        or not credits_tokens(algorithm),  # guard: gspo-of-credited-tokens
+        f"{WHERE}.{named} gives the tokens of a row different advantages: set {WHERE}.loss.by_token = true",
+    )
+    if not isinstance(loss, c.Reinforce):
+        return
+    yield (
+        train.updates_per_batch == train.minibatches == 1,  # guard: reinforce-learns-once
+        f"train.updates_per_batch = {train.updates_per_batch}, train.minibatches = {train.minibatches}: "
+        "after the first update, the policy that learns did not "
+        'sample these tokens, and loss.name = "reinforce" has no ratio. Take "cispo", or set both to 1',
+    )
+    yield (
+        algorithm.ratio_to == "behaviour",
+        f'{WHERE}.ratio_to = "old": loss.name = "reinforce" has no ratio. Leave ratio_to out',
+    )
     weighed = _is_weighed(algorithm)
-    if isinstance(algorithm.loss, c.Reinforce) or (
-        weighed and isinstance(algorithm, c.Grpo)
-    ):  # int8 brings the weights
-        return []
-    if algorithm.ratio_to == "old" and config.train.updates_per_batch * config.train.minibatches == 1:
-        stale = config.rollouts.max_staleness > 0 and not weighed
-        older = f", and nothing corrects older rollouts (rollouts.max_staleness = {config.rollouts.max_staleness})"
-        return [
-            f"the ratio is 1 at every token, so no bound of {WHERE}.loss acts{older if stale else ''}: "
-            f'{WHERE}.ratio_to = "old" is the policy that the only update of a step begins with. Raise '
-            'train.updates_per_batch or train.minibatches, or take the policy that sampled (ratio_to = "behaviour")'
-            + (", or set rollouts.max_staleness = 0" if stale else "")
-        ]
-    return []
-
-
-def _is_weighed(algorithm: c.Composition) -> bool:
-    """Whether corrections weigh tokens by the ratio to the policy that sampled them."""
-    return any(isinstance(part, c.Truncate | c.IcePop) for part in algorithm.corrections)
-
-
-def _loss_fits(loss: c.Loss) -> Iterator[Demand]:
-    where = f"{WHERE}.loss"
-    match loss:
-        case c.Clip(eps_low, eps_high, delta):
-            yield from _range_fits(where, eps_low, eps_high)
-            fits = delta == 0 or 1 + eps_high < delta < math.inf
-            yield fits, f"{where}.delta = {delta}: must be 0, or above 1 + eps_high = {1 + eps_high} and finite"
-        case c.Gspo(eps_low, eps_high):
-            yield from _range_fits(where, eps_low, eps_high)
-        case c.Cispo(least, most):
-            yield from _band_fits(where, least, most)
-        case c.Dppo(bound):
-            yield 0 < bound < 1, f"{where}.bound = {bound}: must be between 0 and 1, a difference of probabilities"
-        case c.Reinforce():
-            pass
-
-
-def _range_fits(where: str, eps_low: float, eps_high: float) -> Iterator[Demand]:
-    yield 0 < eps_low < 1, f"{where}.eps_low = {eps_low}: must be between 0 and 1"
-    yield 0 < eps_high < math.inf, f"{where}.eps_high = {eps_high}: must be above 0, and finite"
-
-
-def _band_fits(where: str, least: float, most: float) -> Iterator[Demand]:
-    yield 0 <= least < 1, f"{where}.least = {least}: must be at least 0 and below 1"
-    yield 1 < most < math.inf, f"{where}.most = {most}: must be above 1, and finite"
+    exact = config.rollouts.max_staleness == 0 and config.sampled_dtype == "float32"
+    yield (
+        weighed or exact,  # guard: reinforce-of-another-policy
+        f'{WHERE}.loss.name = "reinforce" has no ratio, and an older or rounded policy samples some tokens: add '
+        'corrections = [{name = "truncate"}], take "cispo", or set rollouts.max_staleness = 0',
+    )
 
 
 def _average_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
     divisor = algorithm.divisor_tokens
-    yield 0 <= divisor < math.inf, f"{WHERE}.divisor_tokens = {divisor}: must be at least 0, and finite"
     yield (
         not divisor or algorithm.average == "constant",
         f'{WHERE}.divisor_tokens = {divisor}: average = "{algorithm.average}" divides by what it counts. Set average = '
@@ -326,17 +258,10 @@ def _corrections_fit(algorithm: c.Composition) -> Iterator[Demand]:
     )
     kinds = [type(part) for part in algorithm.corrections]
     yield len(set(kinds)) == len(kinds), f"{WHERE}.corrections name the same correction twice"
-    for part in algorithm.corrections:
-        where = f"{WHERE}.corrections, {part.__struct_config__.tag}"
-        if isinstance(part, c.Truncate):
-            yield 1 <= part.most < math.inf, f"{where}.most = {part.most}: must be at least 1, and finite"
-        else:
-            yield from _band_fits(where, part.least, part.most)
 
 
 def _kl_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
     kl, where = algorithm.kl, f"{WHERE}.kl"
-    yield 0 <= kl.beta < math.inf, f"{where}.beta = {kl.beta}: must be at least 0, and finite"
     yield (
         kl.beta > 0 or kl == c.Kl(),
         f"{where}: estimator and place do nothing while beta is 0: set beta, such as 0.001, or leave them out",
@@ -369,34 +294,32 @@ def _kl_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
     )
 
 
-def _sampling_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
-    """What a loss without a ratio cannot learn from, and what another setting does already."""
-    train = config.train
-    if not isinstance(algorithm.loss, c.Reinforce):
-        return
-    yield (
-        train.updates_per_batch == train.minibatches == 1,  # guard: reinforce-learns-once
-        f"train.updates_per_batch = {train.updates_per_batch}, train.minibatches = {train.minibatches}: "
-        "after the first update, the policy that learns did not "
-        'sample these tokens, and loss.name = "reinforce" has no ratio. Take "cispo", or set both to 1',
-    )
-    yield (
-        algorithm.ratio_to == "behaviour",
-        f'{WHERE}.ratio_to = "old": loss.name = "reinforce" has no ratio. Leave ratio_to out',
-    )
+def notes_of(config: RunConfig) -> list[str]:
+    """What works, and yet may not be what was meant."""
+    algorithm = config.train.algorithm
     weighed = _is_weighed(algorithm)
-    exact = config.rollouts.max_staleness == 0 and config.sampled_dtype == "float32"
-    yield (
-        weighed or exact,  # guard: reinforce-of-another-policy
-        f'{WHERE}.loss.name = "reinforce" has no ratio, and an older or rounded policy samples some tokens: add '
-        'corrections = [{name = "truncate"}], take "cispo", or set rollouts.max_staleness = 0',
-    )
+    if isinstance(algorithm.loss, c.Reinforce) or (
+        weighed and isinstance(algorithm, c.Grpo)
+    ):  # int8 brings the weights
+        return []
+    if algorithm.ratio_to == "old" and config.train.updates_per_batch * config.train.minibatches == 1:
+        stale = config.rollouts.max_staleness > 0 and not weighed
+        older = f", and nothing corrects older rollouts (rollouts.max_staleness = {config.rollouts.max_staleness})"
+        return [
+            f"the ratio is 1 at every token, so no bound of {WHERE}.loss acts{older if stale else ''}: "
+            f'{WHERE}.ratio_to = "old" is the policy that the only update of a step begins with. Raise '
+            'train.updates_per_batch or train.minibatches, or take the policy that sampled (ratio_to = "behaviour")'
+            + (", or set rollouts.max_staleness = 0" if stale else "")
+        ]
+    return []
 
 
-# --- The learning rate of a run file that names none, and what a run file or a recipe may not say about the optimiser
-# ---
-#
-# A negative limit on the gradient would turn it around, and what is no number would become every weight.
+def _is_weighed(algorithm: c.Composition) -> bool:
+    """Whether corrections weigh tokens by the ratio to the policy that sampled them."""
+    return any(isinstance(part, c.Truncate | c.IcePop) for part in algorithm.corrections)
+
+
+# --- the learning rate of a run file that names none ---
 
 
 MIN_PRESET_LR, MAX_PRESET_LR = 1e-6, 5e-4
@@ -436,17 +359,9 @@ def _rounded(lr: float) -> float:
     return float(f"{lr:.1e}")
 
 
-def optimiser_fits(config: TrainConfig | SftConfig, table: str = "") -> Iterator[tuple[bool, str]]:
-    """What must hold, each with what to say if it does not. `table` is what stands before the names of the keys."""
-    norm, warmup = config.max_grad_norm, config.warmup_steps
-    # guard: gradients-keep-their-sign
-    yield norm > 0, f"{table}max_grad_norm = {norm}: must be above 0; inf never scales a gradient down"
-    yield warmup >= 0, f"{table}warmup_steps = {warmup}: must be at least 0"
-    if isinstance(config, TrainConfig):
-        for name in ("beta1", "beta2"):
-            value = getattr(config, name)
-            yield 0 <= value < 1, f"{table}{name} = {value}: must be at least 0 and below 1"
-        decay = config.weight_decay
-        yield 0 <= decay < math.inf, f"{table}weight_decay = {decay}: must be at least 0, and finite"
-    fits, preset = config.lr == PRESET_LR or 0 <= config.lr < math.inf, "or -1 for the preset of the policy's size"
-    yield fits, f"{table}lr = {config.lr}: must be at least 0, and finite; {preset}"
+def lr_fits(lr: float, table: str = "") -> Demand:
+    """Whether a learning rate is one, or the preset. `table` comes before the name of the key."""
+    return (
+        lr == PRESET_LR or lr >= 0,
+        f"{table}lr = {lr}: must be at least 0, or -1 for the preset of the policy's size",
+    )

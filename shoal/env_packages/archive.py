@@ -21,7 +21,7 @@ import msgspec
 from shoal.env_packages.naming import COMPILED, flaw_of_path
 from shoal.errors import ConfigError, PeerError, cause_of
 from shoal.protocol.encoding import WireError, domain_hash, from_json, to_json
-from shoal.protocol.messages.base import Message
+from shoal.protocol.fields import Message
 
 MAGIC = b"shoal package 1\n"
 

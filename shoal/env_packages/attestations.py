@@ -15,7 +15,7 @@ from shoal.env_packages.publish import read_catalogue
 from shoal.env_packages.registry import FolderRegistry, Registry, attestations_path
 from shoal.errors import ConfigError, NothingYet, PeerError
 from shoal.protocol.encoding import WireError, from_json, to_json
-from shoal.protocol.messages.base import Fact, Message
+from shoal.protocol.fields import Fact, Message
 from shoal.protocol.signing import Key
 from shoal.run_folder import held
 

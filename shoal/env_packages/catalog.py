@@ -9,7 +9,7 @@ import msgspec
 from shoal.env_packages.naming import is_name, is_owner, is_version, order_of, owner_of
 from shoal.errors import PeerError, StateError, cause_of
 from shoal.protocol.encoding import WireError, digest, from_json, is_digest, to_json
-from shoal.protocol.messages.base import Fact, Message
+from shoal.protocol.fields import Fact, Message
 from shoal.protocol.signing import Key, is_public_key, verify_signature
 from shoal.run_folder import held, write_atomically
 

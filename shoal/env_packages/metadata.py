@@ -15,7 +15,7 @@ from shoal.env_packages.archive import ABOUT, Index
 from shoal.env_packages.lock import Requirement, read_lock
 from shoal.env_packages.naming import flaw_of_path, is_name, is_version
 from shoal.errors import ConfigError, cause_of
-from shoal.protocol.messages.base import Fact
+from shoal.protocol.fields import Fact
 from shoal.tree import Section, from_tree
 
 MAX_ABOUT_BYTES = 16 << 10

@@ -38,7 +38,7 @@ from shoal.env_packages.registry import (
 )
 from shoal.errors import ConfigError, NothingYet, StateError
 from shoal.protocol.encoding import from_json, to_json
-from shoal.protocol.messages.base import fact
+from shoal.protocol.fields import fact
 from shoal.protocol.signing import Key
 from shoal.run_folder import held, write_atomically
 

@@ -34,7 +34,7 @@ from shoal.protocol.audit_selection import MAX_REWARD
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import EnvSpec
-from shoal.protocol.required_features import kind_of
+from shoal.protocol.messages.run import kind_of
 
 
 class BuiltIn(NamedTuple):

@@ -17,7 +17,7 @@ from shoal.envs.interface import task_of
 from shoal.envs.rollout import Conversation
 from shoal.envs.run_settings import limits_of
 from shoal.errors import MessagesRefused, Overreach, PromptsTooLong, ShoalError, StateError
-from shoal.protocol.env_faults import REPLY_REFUSED
+from shoal.protocol.group_rewards import REPLY_REFUSED
 from shoal.protocol.messages import Sampling
 from shoal.protocol.rollout_validation import ROOM_REMEDY, no_room
 from shoal.terminal import printable

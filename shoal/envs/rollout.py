@@ -40,7 +40,7 @@ from shoal.envs.seat_history import Next, SeatHistory, TalkRow, WrittenTurn
 from shoal.envs.step_credit import CreditedTurn, Mark, marks_of
 from shoal.errors import MessagesRefused, ShoalError, StateError
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
-from shoal.protocol.env_faults import REPLY_REFUSED
+from shoal.protocol.group_rewards import REPLY_REFUSED
 from shoal.protocol.messages import ENVIRONMENT, POLICY, UNTRAINED, Ending, Rollout, Sampling, make_rollout
 
 

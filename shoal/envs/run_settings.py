@@ -18,7 +18,7 @@ from shoal.protocol.audit_selection import MAX_REWARD
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
 from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import Sampling
-from shoal.protocol.reward_shaping import Shaping
+from shoal.protocol.messages.run import Shaping
 
 # --- What a run adds to rewards: a length to aim at, a penalty near the limit, and one for repetition ---
 #

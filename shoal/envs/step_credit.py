@@ -15,8 +15,8 @@ from shoal.envs.interface import number_of
 from shoal.protocol.algorithm_config import StepCredit, Turns
 from shoal.protocol.audit_selection import MAX_REWARD
 from shoal.protocol.constants import MAX_ROLLOUT_STEPS
+from shoal.protocol.group_rewards import divided
 from shoal.protocol.messages import StepReward, StepRewards
-from shoal.protocol.step_rewards import divided
 
 Mark: TypeAlias = tuple[int, float]
 """Characters of an action up to the end of a step, and what the step earns."""

@@ -23,8 +23,8 @@ import torch
 
 from shoal.chat.isolated import open_own
 from shoal.chat.renderer import Renderer
-from shoal.config import SftConfig, load_sft
-from shoal.config.resolve_paths import env_at, resolve_path
+from shoal.config import SftConfig, changed_keys, load_sft
+from shoal.config.load import env_at, resolve_path
 from shoal.engine.interface import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.env import Env
@@ -47,13 +47,13 @@ from shoal.models.open_model import open_policy
 from shoal.models.random_model import make_tiny
 from shoal.net.server_process import stop_requested
 from shoal.protocol.encoding import digest, to_json
+from shoal.protocol.hub_reference import is_hub
 from shoal.protocol.messages import POLICY, Sampling
-from shoal.protocol.package_reference import is_hub
 from shoal.run_folder import COLD_START_RECIPE, cold_start_folder, write_atomically
 from shoal.terminal import command, printable
 from shoal.train.sft import FineTuning
 from shoal.train.sft_examples import Examples
-from shoal.tree import changed_keys, to_tree
+from shoal.tree import to_tree
 from shoal.weights.manifest import weights_root
 
 OVERSHOT = 0.15

@@ -20,7 +20,7 @@ from shoal.net.server_process import living_pid, port_of_living
 from shoal.protocol.constants import EPISODES, MAIN_STREAM, MIN_LR_FACTOR
 from shoal.protocol.host_signatures import sign_rotation
 from shoal.protocol.messages import AdminRequest, NodeState, Rotation, RunInfo, Status, WriteAck
-from shoal.protocol.required_features import kind_of
+from shoal.protocol.messages.run import kind_of
 from shoal.protocol.signing import Key, is_public_key
 from shoal.run_folder import RunFolder, is_locked, is_url, write_atomically
 from shoal.runs.run_status import CoordinatorWatch, suspended_process

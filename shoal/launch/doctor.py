@@ -23,7 +23,7 @@ import httpx
 import psutil
 
 from shoal.config import RunConfig, TinyPolicy, load_run, node_home
-from shoal.config.resolve_paths import is_hub, resolve_path, with_judge_at
+from shoal.config.load import is_hub, resolve_path, with_judge_at
 from shoal.errors import ConfigError, StateError, cause_of, how_to_install
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 

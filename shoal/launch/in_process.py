@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from shoal.config import EnvConfig, RunConfig, check_run, difficulty_of
-from shoal.config.resolve_paths import resolve_path
+from shoal.config.load import resolve_path
 from shoal.env import Env
 from shoal.envs.in_process import OwnEnv
 from shoal.envs.load import require_members

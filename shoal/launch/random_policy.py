@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.config import RunConfig
-from shoal.config.resolve_paths import resolve_path
+from shoal.config.load import resolve_path
 from shoal.errors import ConfigError, StateError
 from shoal.launch.memory_plan import demand_fit
 from shoal.launch.preflight import demand_computable

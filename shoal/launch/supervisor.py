@@ -48,7 +48,7 @@ from shoal.models.hub_download import Hub
 from shoal.monitors import advice
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError
-from shoal.protocol.package_reference import is_hub
+from shoal.protocol.hub_reference import is_hub
 from shoal.run_folder import RunFolder
 from shoal.runs.conversation import NewestSample, Samples
 from shoal.runs.run_status import USAGE, CoordinatorWatch, MetricsWatch, RunStatus, own_keys, suspended_process

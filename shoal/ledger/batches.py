@@ -11,7 +11,7 @@ from shoal.protocol.audit_selection import influence
 from shoal.protocol.branching import is_continued_slot
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.encoding import float_sum
-from shoal.protocol.env_faults import fault_indices, has_enough_rollouts, without_faults
+from shoal.protocol.group_rewards import fault_indices, has_enough_rollouts, without_faults
 from shoal.protocol.messages import Faults, Message, StepRewards
 
 # --- What becomes of slots, and the batches that the trainer learns from ---

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.ledger.constants import Law
-from shoal.protocol.env_faults import REPLY_REFUSED
+from shoal.protocol.group_rewards import REPLY_REFUSED
 from shoal.protocol.messages import Faults
 
 FAULTS = "environment faults: "

@@ -24,9 +24,8 @@ from shoal.algos.advantages import (
     turn_advantages,
 )
 from shoal.protocol.algorithm_config import Algorithm, Steps, Turns, judged_by_trainer, step_credit_of
-from shoal.protocol.env_faults import has_enough_rollouts, without_faults
+from shoal.protocol.group_rewards import has_enough_rollouts, of_each, without_faults
 from shoal.protocol.messages import StepRewards
-from shoal.protocol.step_rewards import of_each
 
 
 def teaches(

@@ -52,8 +52,8 @@ from shoal.ledger.state import State
 from shoal.protocol.branching import is_continued
 from shoal.protocol.constants import COMPLETIONS, MAX_OPEN_LEASES
 from shoal.protocol.message_sizes import most_lease_blocks
-from shoal.protocol.pay_lines import CreditLine
-from shoal.protocol.required_features import kind_of
+from shoal.protocol.messages.responses import CreditLine
+from shoal.protocol.messages.run import kind_of
 
 FASTEST_TOKENS_PER_S = 1e15
 """Replaces a speed that the log does not hold: the rules then give the largest lease that they allow."""

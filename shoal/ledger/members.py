@@ -12,7 +12,7 @@ from shoal.ledger.run import RulesChanged
 from shoal.ledger.state import State
 from shoal.protocol.constants import MAX_OPEN_LEASES
 from shoal.protocol.messages import Join, Message
-from shoal.protocol.pay_lines import CreditLine
+from shoal.protocol.messages.responses import CreditLine
 
 # --- Membership: nodes join, leave, are quarantined and come back; validators are found at fault ---
 

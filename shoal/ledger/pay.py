@@ -10,7 +10,7 @@ from shoal.ledger.state import State
 from shoal.protocol.audit_selection import pay_of
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.messages import GroupVerdict, Message
-from shoal.protocol.pay_lines import CreditLine
+from shoal.protocol.messages.responses import CreditLine
 
 # --- Pay in policy tokens: credits given, vested, forfeited and slashed, after verdicts and lapses ---
 

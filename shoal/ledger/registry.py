@@ -33,7 +33,7 @@ from shoal.ledger.event import Body, Entry, RawEvent, encode, read_stored
 from shoal.ledger.replay_context import LogPosition, PayContext, Trigger
 from shoal.ledger.state import State
 from shoal.protocol.encoding import WireError, from_json
-from shoal.protocol.pay_lines import CreditLine
+from shoal.protocol.messages.responses import CreditLine
 
 SUBJECTS: tuple[ModuleType, ...] = (
     members, pay, leases, lease_granting, batches, submissions, verdicts, verdict_decisions, pools, versions, run,

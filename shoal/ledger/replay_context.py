@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shoal.ledger.event import Entry
 from shoal.ledger.state import State
 from shoal.protocol.messages import GroupVerdict
-from shoal.protocol.pay_lines import CreditLine
+from shoal.protocol.messages.responses import CreditLine
 
 Table = dict[type, Callable[..., Any]]
 """A function for each type of command or event. `registry` merges those of all subjects."""

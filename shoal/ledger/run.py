@@ -8,9 +8,8 @@ import msgspec
 from shoal.ledger.constants import Law
 from shoal.ledger.event import Entry
 from shoal.ledger.state import State
-from shoal.protocol.curriculum_config import Difficulty
 from shoal.protocol.messages import AlarmEvidence, EnvSpec, LrFactor, Message, Rules, Sampling
-from shoal.protocol.task_draws import TaskList
+from shoal.protocol.task_draws import DifficultyRule, TaskList
 
 NO_SIGNAL = "no signal"
 """Why a run pauses itself."""
@@ -35,7 +34,7 @@ class RunCreated(Message, frozen=True, omit_defaults=True):
     """The resolved run file."""
     law: Law
     """Constants and version of the rules."""
-    difficulty: Difficulty | None = None
+    difficulty: DifficultyRule | None = None
     """How draws follow solve rates. Only in logs of runs whose draws do."""
     root_key: str = ""
     """The key that names publishers. Empty: the run key."""

@@ -18,7 +18,7 @@ from shoal.ledger.state import State
 from shoal.ledger.verdict_decisions import end_overdue
 from shoal.ledger.versions import reveal_rest
 from shoal.protocol.messages import AlarmEvidence
-from shoal.protocol.pay_lines import CreditLine
+from shoal.protocol.messages.responses import CreditLine
 from shoal.protocol.signing import is_public_key
 
 PHASES = {"pause": "paused", "resume": "running", "drain": "draining"}

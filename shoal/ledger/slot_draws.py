@@ -8,8 +8,8 @@ from shoal.ledger.task_difficulty import Records, SolvedGroup, apply_change, sol
 from shoal.protocol import messages as t
 from shoal.protocol.branching import FIRST_BLOCK, is_continued, is_continued_slot, parent_slot
 from shoal.protocol.constants import CONTINUATIONS
-from shoal.protocol.env_faults import without_faults
-from shoal.protocol.required_features import kind_of
+from shoal.protocol.group_rewards import without_faults
+from shoal.protocol.messages.run import kind_of
 from shoal.protocol.seed_chain import slot_seed, uniform
 from shoal.protocol.task_draws import DrawTable, EnvDraw, TaskList, draw_task
 

@@ -14,10 +14,9 @@ from shoal.ledger.event import GENESIS
 from shoal.ledger.fault_rate import FaultsRecord
 from shoal.ledger.records import LeaseRecord, NodeRecord, StreamRecord, SubmissionRecord
 from shoal.protocol.constants import MAIN_STREAM
-from shoal.protocol.curriculum_config import Difficulty
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.messages import EnvSpec, Publishers, Rules, Sampling
-from shoal.protocol.task_draws import TaskList
+from shoal.protocol.task_draws import DifficultyRule, TaskList
 
 NO_RULES = Rules(0, 0, 0, 0, 0, 0.0, 0.0, "", {})
 NO_SAMPLING = Sampling(0.0, 0, 0)
@@ -44,7 +43,7 @@ class State(msgspec.Struct, dict=True):
     """What the run file fixes."""
     law: Law = Law()
     """What the project fixes: constants and version of the rules."""
-    difficulty: Difficulty | None = None
+    difficulty: DifficultyRule | None = None
     """How draws follow solve rates; None if they do not."""
     config: dict[str, Any] = {}
     phase: str = "running"

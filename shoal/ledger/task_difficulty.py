@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal.protocol.curriculum_config import Difficulty
-from shoal.protocol.task_draws import DrawTable, EnvDraw, TaskPool
+from shoal.protocol.task_draws import DifficultyRule, DrawTable, EnvDraw, TaskPool
 
 EASY, NORMAL, HARD, RETIRED = "easy", "normal", "hard", "retired"
 
@@ -71,7 +70,7 @@ def solve_rate(rewards: Sequence[float], solved: float) -> float:
     return sum(reward >= solved - REWARD_ROUNDING for reward in rewards) / len(rewards)
 
 
-def change_after(groups: Sequence[SolvedGroup], envs: DrawTable, records: Records, rule: Difficulty) -> TableChange:
+def change_after(groups: Sequence[SolvedGroup], envs: DrawTable, records: Records, rule: DifficultyRule) -> TableChange:
     """What the table changes after these groups, which are in the order of their slots. `envs` is the table of the run
     file. The records are left as they are: `book` adds the groups to them."""
     weights = _weights(groups, envs, records, rule) if rule.curriculum else {}
@@ -79,7 +78,7 @@ def change_after(groups: Sequence[SolvedGroup], envs: DrawTable, records: Record
 
 
 def book(
-    groups: Sequence[SolvedGroup], change: TableChange, envs: DrawTable, records: Records, rule: Difficulty
+    groups: Sequence[SolvedGroup], change: TableChange, envs: DrawTable, records: Records, rule: DifficultyRule
 ) -> None:
     """Add groups and a change to the records, in place. Raises `ValueError` for a change that no rules give."""
     for env in envs:
@@ -115,7 +114,7 @@ def apply_change(change: TableChange, envs: DrawTable, records: Records) -> None
         raise ValueError("all tasks of the run are retired")
 
 
-def table_after(envs: DrawTable, records: Mapping[str, SolvedRecord], rule: Difficulty) -> DrawTable:
+def table_after(envs: DrawTable, records: Mapping[str, SolvedRecord], rule: DifficultyRule) -> DrawTable:
     """The draw table that the records amount to."""
     weight_of = {EASY: rule.easy_weight, HARD: rule.hard_weight, RETIRED: 0.0}
     table = []
@@ -130,7 +129,7 @@ def table_after(envs: DrawTable, records: Mapping[str, SolvedRecord], rule: Diff
 
 
 def _weights(
-    groups: Sequence[SolvedGroup], envs: DrawTable, records: Mapping[str, SolvedRecord], rule: Difficulty
+    groups: Sequence[SolvedGroup], envs: DrawTable, records: Mapping[str, SolvedRecord], rule: DifficultyRule
 ) -> dict[str, float]:
     """Weights that change. They are rounded, so that small changes are not written."""
     learnable = {}
@@ -147,7 +146,7 @@ def _weights(
     return weights
 
 
-def _smoothed(record: SolvedRecord, solve_rates: Iterable[float], rule: Difficulty) -> tuple[float, float]:
+def _smoothed(record: SolvedRecord, solve_rates: Iterable[float], rule: DifficultyRule) -> tuple[float, float]:
     """Rate and learnability of a record after these groups: means at first, and moving averages after a window."""
     rate, learnable = record.rate, record.learnable
     for groups, found in enumerate(solve_rates, record.groups + FIRST_GROUPS + 1):
@@ -167,7 +166,7 @@ def _streaks(record: SolvedRecord, groups: Sequence[SolvedGroup]) -> dict[int, i
 
 
 def _moves(
-    groups: Sequence[SolvedGroup], envs: DrawTable, records: Records, rule: Difficulty
+    groups: Sequence[SolvedGroup], envs: DrawTable, records: Records, rule: DifficultyRule
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Tasks that change their pool. The run keeps one task that is not retired: a run that has only this one left pauses,
     because its groups have no signal."""

@@ -28,9 +28,9 @@ from shoal.ledger.verdict_tally import PROMPT, VerdictTally, refuse_malformed, t
 from shoal.ledger.verdicts import Decision, Rechecked, VerdictGiven, evidence_after
 from shoal.protocol.audit_selection import REPLAY, pay_of
 from shoal.protocol.branching import is_continued_slot
-from shoal.protocol.env_faults import fault_indices, fault_key
+from shoal.protocol.group_rewards import fault_indices, fault_key
 from shoal.protocol.messages import GroupVerdict, Verdict
-from shoal.protocol.pay_lines import CreditLine
+from shoal.protocol.messages.responses import CreditLine
 
 
 def decide_judge(command: SubmitVerdict, state: State) -> list[Body]:

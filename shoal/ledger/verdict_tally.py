@@ -11,9 +11,8 @@ from shoal.ledger.state import State
 from shoal.protocol.algorithm_config import step_credit_of
 from shoal.protocol.audit_selection import CHECKS, MAX_REASON_CHARS, MAX_REWARD, REPLAY, influence, must_audit, pay_of
 from shoal.protocol.branching import num_rollouts
-from shoal.protocol.env_faults import fault_indices, fault_key, malformed_faults
+from shoal.protocol.group_rewards import fault_indices, fault_key, malformed_faults, malformed_steps
 from shoal.protocol.messages import GroupVerdict
-from shoal.protocol.step_rewards import fault_of
 
 # --- What the verdicts on one submission add up to, block by block ---
 #
@@ -191,6 +190,6 @@ def _refuse_impossible_steps(state: State, group: GroupVerdict) -> None:
         if group.steps is not UNSET:  # guard: steps-only-where-asked
             raise Refused("malformed", f"slot {group.slot}: this run credits no steps")
         return
-    fault = fault_of(group.steps or (), group.rewards, credit.most, state.sampling.all_tokens, MAX_REWARD)
+    fault = malformed_steps(group.steps or (), group.rewards, credit.most, state.sampling.all_tokens, MAX_REWARD)
     if fault:  # guard: impossible-steps
         raise Refused("malformed", f"slot {group.slot}: an accepted group {fault}")

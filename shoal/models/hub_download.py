@@ -17,7 +17,7 @@ from shoal.errors import USER_MUST_FIX, ConfigError, StateError, how_to_install
 from shoal.models import auto_tokenizer, chat_template_files
 from shoal.models.checkpoint import TOKENIZER_FILES
 from shoal.models.safetensors_header import INDEX, names_of_weights
-from shoal.protocol.package_reference import EXAMPLE, HubRef, hub_ref, is_commit
+from shoal.protocol.hub_reference import EXAMPLE, HubRef, hub_ref, is_commit
 from shoal.run_folder import existing, free_below, replaced_folder
 
 PINNED = ".hub"

@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 from shoal.alarms import Severity
 from shoal.config.alarm_limits import LIMITS
 from shoal.monitors.log_stats import NodeStep, StepDigest
+from shoal.protocol.fields import fact
 from shoal.protocol.messages import Measured
-from shoal.protocol.messages.base import fact
 
 FIRST_LINES = 32
 """First steps of a run, which monitors compare with however long it is."""

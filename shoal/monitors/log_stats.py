@@ -20,7 +20,7 @@ from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished
 from shoal.protocol.algorithm_config import Algorithm, Grpo
 from shoal.protocol.audit_selection import influence
-from shoal.protocol.env_faults import fault_indices, without_faults
+from shoal.protocol.group_rewards import fault_indices, without_faults
 from shoal.protocol.messages import AlarmEvidence
 
 K = TypeVar("K")

@@ -30,7 +30,7 @@ from shoal.plan.units import count, duration
 from shoal.protocol.algorithm_config import vine_of
 from shoal.protocol.branching import work_of_block
 from shoal.protocol.messages import Rules
-from shoal.protocol.required_features import may_be_patched
+from shoal.protocol.tolerances import may_be_patched
 
 MAX_PROVISIONED_WORKERS = 100_000
 

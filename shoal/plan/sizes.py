@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import RunConfig
-from shoal.config.resolve_paths import resolve_path
+from shoal.config.load import resolve_path
 from shoal.engine.memory_estimate import ITEM_BYTES as LOADED_BYTES
 from shoal.engine.memory_estimate import adapter_bytes, needs_of_spec
 from shoal.errors import ConfigError, ShoalError
@@ -19,8 +19,8 @@ from shoal.models.open_model import AUTO, sized_spec_of
 from shoal.models.parameter_counts import adapter_parameters_of, critic_parameters_of, parameters_of, weights_of
 from shoal.models.random_model import tiny_spec
 from shoal.protocol.algorithm_config import needs_critic
-from shoal.protocol.package_reference import is_hub
-from shoal.protocol.required_features import may_be_patched
+from shoal.protocol.hub_reference import is_hub
+from shoal.protocol.tolerances import may_be_patched
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 """Of a published weight; the scales of int8 are less than a hundredth more."""

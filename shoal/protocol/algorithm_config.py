@@ -1,16 +1,22 @@
 """Algorithms of a run file: losses, corrections, advantages and regularisers, and the named presets of them.
 
-A preset is a `Composition` with other defaults: a class here, listed in `NAMED`. A new part needs its class here, limits in
-`config/validate_algorithm.py`, its formula in `algos`, and a case where it is used:
+A preset is a `Composition` with other defaults: a class here, listed in `NAMED`. A new part needs its class here with
+ranges as types, rules across keys in `config/validate_algorithm.py`, its formula in `algos`, and a case where it is used:
 
 - a loss or correction in `train/loss.py` and in `narrowest_bound`, an average in `algos/loss_averaging.py`;
 - advantages from rewards in `ledger/group_signal.py`, of tokens in `train/token_advantages.py`; tests in `tests/algos`.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
+
+from shoal.protocol.constants import MAX_ROLLOUT_STEPS
+from shoal.protocol.fields import FINITE, Count, Finite, Fraction, NonNegative, OpenShare, Positive, PositiveShare
+
+AboveOne = Annotated[float, Meta(gt=1, le=FINITE)]
+StepLimit = Annotated[int, Meta(ge=1, le=MAX_ROLLOUT_STEPS)]
 
 
 class AlgorithmPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
@@ -23,20 +29,20 @@ class AlgorithmPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 class Clip(AlgorithmPart, frozen=True, tag="clip"):
     """PPO's clipped objective (`algos/losses`)."""
 
-    eps_low: float = 0.2
+    eps_low: OpenShare = 0.2
     """A token that is discouraged has no gradient below a ratio of 1 - eps_low."""
-    eps_high: float = 0.2
+    eps_high: Positive = 0.2
     """A token that is encouraged has no gradient above a ratio of 1 + eps_high; DAPO's clip-higher has 0.28."""
-    delta: float = 0.0
+    delta: NonNegative = 0.0
     """Upper bound of the ratio if the advantage is negative; 0: none. INTELLECT-2 has 4."""
 
 
 class Gspo(AlgorithmPart, frozen=True, tag="gspo"):
     """The clipped objective with one ratio for each row (`algos/losses`)."""
 
-    eps_low: float = 3e-4
+    eps_low: OpenShare = 3e-4
     """Range of the row's ratio below 1."""
-    eps_high: float = 4e-4
+    eps_high: Positive = 4e-4
     """Range of the row's ratio above 1."""
     by_token: bool = False
     """Whether tokens of a row may have different advantages (GSPO-token)."""
@@ -45,16 +51,16 @@ class Gspo(AlgorithmPart, frozen=True, tag="gspo"):
 class Cispo(AlgorithmPart, frozen=True, tag="cispo"):
     """REINFORCE with a bounded importance weight (`algos/losses`)."""
 
-    least: float = 0.0
+    least: Fraction = 0.0
     """Smallest weight."""
-    most: float = 5.0
+    most: AboveOne = 5.0
     """Largest weight."""
 
 
 class Dppo(AlgorithmPart, frozen=True, tag="dppo"):
     """The policy gradient without tokens whose probability has moved far (`algos/losses`)."""
 
-    bound: float = 0.2
+    bound: OpenShare = 0.2
     """How far a token's probability may move in the direction of its advantage and still have a gradient."""
 
 
@@ -72,7 +78,7 @@ Loss = Clip | Gspo | Cispo | Dppo | Reinforce
 class Truncate(AlgorithmPart, frozen=True, tag="truncate"):
     """Multiply terms by an importance weight with an upper bound (`algos/corrections`)."""
 
-    most: float = 2.0
+    most: Annotated[float, Meta(ge=1, le=FINITE)] = 2.0
     """Largest weight."""
     level: Literal["token", "row"] = "token"
     """Whether each token has a weight of its own, or the product over its row."""
@@ -81,27 +87,27 @@ class Truncate(AlgorithmPart, frozen=True, tag="truncate"):
 class IcePop(AlgorithmPart, frozen=True, tag="icepop"):
     """Multiply terms by an importance weight, and drop tokens whose weight leaves a band (`algos/corrections`)."""
 
-    least: float = 0.5
+    least: Fraction = 0.5
     """Smallest weight."""
-    most: float = 5.0
+    most: AboveOne = 5.0
     """Largest weight."""
 
 
 class SequenceMask(AlgorithmPart, frozen=True, tag="sequence_mask"):
     """Drop rows whose importance weight, the product over tokens, leaves a band (`algos/corrections`)."""
 
-    least: float = 0.0
+    least: Fraction = 0.0
     """Smallest product."""
-    most: float = 3.0
+    most: AboveOne = 3.0
     """Largest product."""
 
 
 class GeometricMask(AlgorithmPart, frozen=True, tag="geometric_mask"):
     """Drop rows whose mean importance weight, the geometric mean over tokens, leaves a band (`algos/corrections`)."""
 
-    least: float = 0.99
+    least: Fraction = 0.99
     """Smallest mean."""
-    most: float = 1.01
+    most: AboveOne = 1.01
     """Largest mean."""
 
 
@@ -115,7 +121,7 @@ Correction = Truncate | IcePop | SequenceMask | GeometricMask
 class Kl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A penalty on the KL divergence from the run's first policy, which the trainer keeps (`algos/regularisers`)."""
 
-    beta: float = 0.0
+    beta: NonNegative = 0.0
     """Weight of the penalty; 0: none, and no reference is kept."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """What is computed for each token. k1: the log-ratio. k2: half its square. k3: GRPO's."""
@@ -131,11 +137,11 @@ class Vine(AlgorithmPart, frozen=True, tag="vine"):
     """VinePPO's credit (`algos/vineppo`): workers continue accepted rollouts from places within them, and the mean reward
     of the continuations is the value of the place."""
 
-    continuations: int = 4
+    continuations: Count = 4
     """Continuations from each place."""
-    every: int = 8
+    every: Count = 8
     """Policy tokens between two places of a rollout; more if there would be more than `most`."""
-    most: int = 4
+    most: Count = 4
     """Places of one rollout, at most."""
 
 
@@ -143,9 +149,9 @@ class Turns(AlgorithmPart, frozen=True, tag="turns"):
     """Return-to-go over turns (`algos/advantages`): a turn is worth what it and later turns earn, less the group's
     mean at the same turn."""
 
-    discount: float = 1.0
+    discount: PositiveShare = 1.0
     """What a reward counts one turn earlier; 1: in full."""
-    most: int = 16
+    most: StepLimit = 16
     """Turns of one rollout with rewards of their own, at most; the last of them takes in all that follow."""
 
 
@@ -153,7 +159,7 @@ class Steps(AlgorithmPart, frozen=True, tag="steps"):
     """Process rewards (`algos/advantages`): a step is worth what it and later steps earn, each less the mean over all
     steps of the group. The environment marks steps within a turn; a turn without marks is one step."""
 
-    most: int = 16
+    most: StepLimit = 16
     """Steps of one rollout with rewards of their own, at most; the last of them takes in all that follow."""
 
 
@@ -183,7 +189,7 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     average: Average = "tokens"
     """What terms are averaged over. tokens: all policy tokens of the batch. rollouts: the mean of each rollout. prompts:
     the mean over the tokens of each group. constant: the sum of each rollout, divided by `divisor_tokens`."""
-    divisor_tokens: float = 0.0
+    divisor_tokens: NonNegative = 0.0
     """What the sum of a rollout is divided by if average is constant; 0: the most tokens that a rollout may have."""
     ratio_to: Denominator = "behaviour"
     """Denominator of the ratio. behaviour: the policy that sampled. old: the trainer's policy at the start of the step,
@@ -193,12 +199,12 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     mask_overlong: bool = False
     """Learn nothing from rollouts that a token limit ended: their reward says little about what they would have been. They
     still count in the mean and deviation of rewards, and in the divisor of the average over rollouts or by a constant."""
-    entropy_bonus: float = 0.0
+    entropy_bonus: Finite = 0.0
     """Weight of the entropy of tokens, nats, averaged as `average` says: only with tokens is that their mean."""
-    entropy_target: float = 0.0
+    entropy_target: NonNegative = 0.0
     """Entropy a token, nats, above which the bonus is left out; at half of it, the bonus has all of its weight
     (`algos/entropy_target`). 0: it always has."""
-    squared_ratio: float = 0.0
+    squared_ratio: NonNegative = 0.0
     """Weight of the squared log-ratio to the policy that sampled (`algos/regularisers`)."""
     kl: Kl = Kl()
     """The penalty on leaving the first policy."""
@@ -280,7 +286,7 @@ class PrimeRl(Composition, frozen=True, tag="prime_rl"):
     """The default of prime-rl in August 2026: DPPO's mask (arXiv:2602.04879) and a squared log-ratio."""
 
     loss: Loss = Dppo()
-    squared_ratio: float = 1e-3
+    squared_ratio: NonNegative = 1e-3
 
 
 class ReinforceNamed(Composition, frozen=True, tag="reinforce"):
@@ -320,12 +326,7 @@ Algorithm = (
 """What a run names."""
 
 
-# --- Questions about a run's algorithm ---
-#
-# What it needs, what it credits, and how far a lie must bend a ratio to reach a bound.
-#
-# Asked by the ledger, the trainer and auditors. `ledger/group_signal` finds what a group teaches, and `train/loss` has
-# the loss.
+# --- what an algorithm needs and credits, and how far a lie must bend a ratio to reach a bound ---
 
 
 DEFAULT = "grpo"

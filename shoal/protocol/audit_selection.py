@@ -1,7 +1,4 @@
-"""What all nodes must agree on about audits: which groups are audited, what they pay, and what a verdict may say.
-
-Pure.
-"""
+"""What all nodes must agree on about audits: which groups are audited, what they pay, and what a verdict may say."""
 
 from collections.abc import Sequence
 
@@ -9,9 +6,8 @@ from msgspec import UnsetType
 
 from shoal.protocol.algorithm_config import Algorithm, judged_by_trainer, vine_of
 from shoal.protocol.encoding import float_sum
-from shoal.protocol.env_faults import has_enough_rollouts, without_faults
+from shoal.protocol.group_rewards import has_enough_rollouts, largest_credits, without_faults
 from shoal.protocol.messages import GroupVerdict, Rules, StepRewards
-from shoal.protocol.step_rewards import largest_credits
 
 CHECKS = (
     "shape", "lease", "prompt", "environment", "reward", "ending", "complete", "sampling", "logprobs", "activations",

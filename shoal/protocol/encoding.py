@@ -11,9 +11,7 @@ import msgspec
 
 from shoal.protocol.constants import DOMAIN, MAX_JSON_DEPTH
 
-# --- Canonical encoding of messages and one way to add ---
-#
-# Decoding is strict, a value has one encoding, hashes are over bytes.
+# --- canonical encoding of messages, and one way to add ---
 #
 # Small messages are JSON, bulk is msgpack. A message that does not decode into exactly the given type is refused. Hashes
 # and signatures are over the bytes that arrived, never over a second encoding of them.
@@ -107,9 +105,7 @@ def float_sum(values: Iterable[float]) -> float:
     return functools.reduce(operator.add, values, 0.0)
 
 
-# --- One hash for an ordered list ---
-#
-# The Merkle tree of RFC 6962, with our domain.
+# --- one hash for an ordered list: the Merkle tree of RFC 6962, with our domain ---
 #
 # Leaves and inner nodes are hashed for different purposes, so an inner node cannot be presented as a leaf (second
 # preimage). A last node without a partner moves up as it is, so a list that repeats its end has another root.

@@ -11,9 +11,7 @@ from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.messages import EnvSpec, Grant, Publishers, Receipt, Rotation, Rules
 from shoal.protocol.signing import Key, is_public_key, verify_signature
 
-# --- What the run key promises a worker, one signed message each ---
-#
-# A grant with each lease, a receipt for each submission.
+# --- what the run key promises a worker: a grant with each lease, a receipt for each submission ---
 
 
 P = TypeVar("P", Grant, Receipt)
@@ -32,8 +30,8 @@ def is_promised(promise: Grant | Receipt, run_key: str) -> bool:
     return verify_signature(run_key, PURPOSES[type(promise)], _unsigned(promise), promise.signature)
 
 
-def _unsigned(promise: Grant | Receipt) -> bytes:
-    return to_json(msgspec.structs.replace(promise, signature=""))
+def _unsigned(signed: Grant | Receipt | Rotation) -> bytes:
+    return to_json(msgspec.structs.replace(signed, signature=""))
 
 
 def terms_of(envs: Sequence[EnvSpec], rules: Rules) -> str:
@@ -42,12 +40,10 @@ def terms_of(envs: Sequence[EnvSpec], rules: Rules) -> str:
     return digest(to_json([envs, rules.group_size, rules.dtype, rules.proofs, *([vine] if vine else [])]))
 
 
-# --- Which key may sign the manifest of a version, and what makes a rotation to another key valid ---
-#
-# The root key names the publisher, and may be kept offline.
+# --- rotation of publishers: the root key, which may be kept offline, names the key that signs manifests ---
 
 
-PURPOSE = "publisher"
+PUBLISHER = "publisher"
 """The purpose of the root's signature. Changing breaks: every log that holds a rotation."""
 
 CLOCKS_S = 2 * SIGNATURE_WINDOW_S
@@ -57,16 +53,12 @@ rotation may bear a date that is later by as much."""
 
 def sign_rotation(rotation: Rotation, root: Key) -> Rotation:
     """The same rotation with the signature of the root key."""
-    return msgspec.structs.replace(rotation, signature=root.sign(PURPOSE, _unsigned_publishers(rotation)))
+    return msgspec.structs.replace(rotation, signature=root.sign(PUBLISHER, _unsigned(rotation)))
 
 
 def is_named_by(rotation: Rotation, root: str) -> bool:
     """Whether the root key signed it."""
-    return verify_signature(root, PURPOSE, _unsigned_publishers(rotation), rotation.signature)
-
-
-def _unsigned_publishers(rotation: Rotation) -> bytes:
-    return to_json(msgspec.structs.replace(rotation, signature=""))
+    return verify_signature(root, PUBLISHER, _unsigned(rotation), rotation.signature)
 
 
 def flaw_of_next(rotation: Rotation, known: Publishers, root: str, run: str, stream: str) -> str:
@@ -113,3 +105,23 @@ def flaw_of_signer(named: Publishers, key: str, version: int, issued: float) -> 
     if issued > after.created + CLOCKS_S:  # guard: replaced-renews-nothing
         return f"signed this after rotation {after.serial} had replaced it"
     return ""
+
+
+# --- relays ---
+
+
+RELAY = "relay"
+"""The purpose of a relay's signature. Changing breaks: relays of other versions."""
+
+PROOF_PATH = "/.well-known/shoal-relay"
+"""Below the URL of a relay: where its proof is, for each nonce."""
+
+
+def sign_proof(key: Key, run: str, nonce: str) -> str:
+    """The signature of a relay over a nonce of the coordinator."""
+    return key.sign(RELAY, to_json([run, nonce]))
+
+
+def is_proof(key: str, run: str, nonce: str, signature: str) -> bool:
+    """Whether this is the signature of the relay with this key."""
+    return verify_signature(key, RELAY, to_json([run, nonce]), signature)

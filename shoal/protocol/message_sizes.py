@@ -12,7 +12,7 @@ from shoal.protocol.algorithm_config import step_credit_of, vine_of
 from shoal.protocol.branching import most_rollouts
 from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import to_json
-from shoal.protocol.env_faults import MAX_FAULT_CHARS
+from shoal.protocol.group_rewards import MAX_FAULT_CHARS
 from shoal.protocol.messages import (
     BatchGroup,
     Block,
@@ -25,7 +25,7 @@ from shoal.protocol.messages import (
     Slot,
     StepReward,
 )
-from shoal.protocol.required_features import kind_of
+from shoal.protocol.messages.run import kind_of
 
 BYTES_PER_TOKEN = 4 + 1 + 4
 """Token id, author, log-probability."""

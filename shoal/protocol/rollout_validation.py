@@ -14,8 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.protocol.branching import num_rollouts
 from shoal.protocol.constants import MAX_LOGPROB, MAX_ROLLOUT_ROWS, MAX_ROLLOUT_TOKENS
-from shoal.protocol.messages import ENVIRONMENT, Rollout, Sampling
+from shoal.protocol.encoding import WireError, from_msgpack
+from shoal.protocol.message_sizes import group_bytes
+from shoal.protocol.messages import ENVIRONMENT, Group, Rollout, Rules, Sampling
 
 
 class Flaw(NamedTuple):
@@ -145,3 +148,28 @@ def unbegun_remedy(why: str) -> str:
     if _NOT_SHOWN.search(why):
         return MODEL_REMEDY
     return ENV_REMEDY
+
+
+# --- parents of continuations ---
+
+
+def most_bytes(rules: Rules, sampling: Sampling, slot: int) -> int:
+    """Most bytes that an honest group of a slot can have."""
+    return group_bytes(num_rollouts(rules, slot)[1], sampling.all_tokens)
+
+
+def readable_parent(data: bytes, rules: Rules, sampling: Sampling, vocabulary: int) -> Group | None:
+    """The accepted group that these bytes are; None if no model may read it: then nothing is due in the slot that would
+    continue it. A validator that lies may accept anything, and all who read it find the same, so nobody stops at it."""
+    if len(data) > most_bytes(rules, sampling, 0):  # guard: parents-of-usual-size
+        return None
+    try:
+        group = from_msgpack(data, Group)
+    except WireError:
+        return None  # guard: any-bytes-may-be-a-parent
+    flaw = flaw_of(
+        group.rollouts, vocabulary=vocabulary, max_tokens=sampling.max_tokens,
+        max_rollout_tokens=sampling.max_rollout_tokens,
+    )  # fmt: skip
+    # guard: parents-are-sound
+    return group if flaw is None and len(group.rollouts) <= rules.group_size else None

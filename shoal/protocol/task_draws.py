@@ -5,17 +5,62 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
 
 from shoal.protocol.encoding import WireError, digest, domain_hash, float_sum, from_json, to_json
-from shoal.protocol.messages import Message
+from shoal.protocol.fields import FINITE, Count, Message, PositiveShare, Share, Whole
 
-# --- Which environment and which task a slot seed decides ---
+# --- draws that follow solve rates: `[difficulty]` of a run file ---
+
+
+PoolWeight = Annotated[
+    float,
+    Meta(
+        gt=0,
+        le=FINITE,
+        description="A task of weight 0 would never be measured again; difficulty.retire_after is for tasks that need no "
+        "more work",
+    ),
+]
+
+
+class Difficulty(Message, frozen=True):
+    """How draws follow solve rates. A run without this section draws by `weight`, and all tasks of an environment alike."""
+
+    curriculum: bool = False
+    """Draw more from environments whose groups teach more: those of which about half the rollouts are solved. For runs with
+    several [[envs]], such as easy and hard ones."""
+    floor: PositiveShare = 0.1
+    """Smallest share of its `weight` that the curriculum leaves an environment, so that none is forgotten. The environment
+    that teaches most keeps all of its own."""
+    window_groups: Count = 32
+    """Groups of an environment over which the curriculum smooths. Fewer follow the policy faster, but with more noise."""
+    pools: bool = False
+    """Draw easy and hard tasks less often than others. For environments whose tasks come up again and again."""
+    easy: Share = 0.8
+    """A task is easy if at least this share of its latest group is solved."""
+    hard: Share = 0.2
+    """A task is hard if at most this share of its latest group is solved."""
+    easy_weight: PoolWeight = 0.2
+    """How often an easy task is drawn; a task that is neither easy nor hard has 1."""
+    hard_weight: PoolWeight = 0.2
+    """How often a hard task is drawn."""
+    retire_after: Whole = 0
+    """A task is not drawn any more after this many groups in a row that are solved whole; 0 retires none. Needs `pools`."""
+
+
+class DifficultyRule(Difficulty, frozen=True, kw_only=True):
+    """The same in a run's first event, with the rewards that count as solved."""
+
+    solved: dict[str, float]
+    """By label: a rollout with at least this reward is solved."""
+
+
+# --- the environment and the task that a slot seed decides ---
 #
-# The one place where tasks are drawn.
-#
-# Called by the ledger, by `shoal calibrate` and by recipes/one_file.py, each with a draw table. Without a curriculum, the
-# table holds the weights of the run file, and all tasks of an environment are equally likely.
+# Without a curriculum, the draw table has the weights of the run file, and all tasks of an environment are equally likely.
 
 
 class TaskPool(NamedTuple):
@@ -100,12 +145,9 @@ def _unpooled(env: EnvDraw, rank: int) -> int:
     return rank + low
 
 
-# --- A list of tasks that a run draws from, in the place of all tasks of an environment ---
+# --- a list of tasks that a run draws from, in the place of all tasks of an environment ---
 #
-# Its form, its bytes and its digest.
-#
-# Written by a filter stage, named by a run file, and held by the first event of a run's log. So anyone who replays the
-# log draws from the same list. It names the environment that it was measured on, and knows nothing else of it.
+# The first event of a run's log holds it, so anyone who replays the log draws from the same list.
 
 
 MAX_LISTED = 1 << 16

@@ -6,12 +6,14 @@ kind, such as "remote:bfloat16/float32".
 The node itself says which kind of engine it has. So its claim may tighten a bound but never loosen one: the bounds of the
 run's own pair of dtypes always apply too, and of each bound the smallest value applies. `logprob_mean` and
 `largest_logit` are always those of the run's own pair.
+
+`PROTOCOL_VERSION` covers what follows from the version of shoal: raise it for a new noise, dtype, proof, check or patch.
 """
 
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -43,6 +45,12 @@ it no lower, because the mean grows while a policy learns. Measured: less than 0
 
 _SIDE = rf"(?:(?!{LOCAL}:)[a-z][a-z0-9-]{{0,31}}:)?({'|'.join(DTYPES)})"
 _PAIR = re.compile(f"{_SIDE}/{_SIDE}", re.ASCII)
+
+
+def wire_bounds(bounds: Bounds) -> Bounds:
+    """The bounds of one pair in a run file, as the rules of the run have them: 0 for `logprob_mean` filled in."""
+    mean = bounds.logprob_mean or MEAN_OF_LOGPROB * bounds.logprob
+    return msgspec.structs.replace(bounds, logprob_mean=mean)
 
 
 def dtypes_of(pair: str) -> tuple[str, str] | None:
@@ -100,22 +108,35 @@ def _sides(kind: str, dtype: str) -> tuple[str, ...]:
     return (dtype,) if kind == LOCAL else (dtype, f"{kind}:{dtype}")
 
 
-class Allowed(Protocol):
-    """The bounds of one pair, in a run file or in the rules."""
-
-    @property
-    def logprob(self) -> float: ...
-
-    @property
-    def largest_logit(self) -> float: ...
-
-
-def claims_bend_ratios(bounds: Mapping[str, Allowed], dtype: str, epsilon: float) -> bool:
+def claims_bend_ratios(bounds: Mapping[str, Bounds], dtype: str, epsilon: float) -> bool:
     """Whether the checks let a worker claim log-probs that bend an importance ratio, in a run that samples in `dtype`.
 
     The trainer then computes the denominators itself. This depends on the run file alone, not on a row or a worker.
     """
-    own = [allowed for pair, allowed in bounds.items() if (dtypes_of(pair) or ("",))[0] == dtype]
+    own = [bound for pair, bound in bounds.items() if (dtypes_of(pair) or ("",))[0] == dtype]
     tight = TIGHT * math.log1p(epsilon)
     # guard: loose-claims-are-recomputed, growing-bounds-are-loose
-    return any(allowed.logprob > tight or allowed.largest_logit > 0 for allowed in own)
+    return any(bound.logprob > tight or bound.largest_logit > 0 for bound in own)
+
+
+# --- what a run needs of engines ---
+
+
+ADAPTERS = "adapters"
+"""The word for versions that are low-rank adapters of a model that stays the same."""
+
+CODED_BASE = "nf4-base"
+"""The word for adapters of a model whose layers are published as NF4 codes."""
+
+
+def needs_of(transformers: bool, adapters: bool, coded_base: bool) -> tuple[str, ...]:
+    """The words of a run. `transformers`: whether its policy is of another architecture than shoal's own; `adapters`:
+    whether its versions are adapters; `coded_base`: whether their base is in NF4."""
+    words = {TRANSFORMERS: transformers, ADAPTERS: adapters, CODED_BASE: coded_base}
+    return tuple(word for word, is_needed in words.items() if is_needed)
+
+
+def may_be_patched(published_dtype: str) -> bool:
+    """Whether a version may be published as a patch: if rounding leaves most weights as they are in a step. In float32, a
+    step changes them all."""
+    return published_dtype in ("bfloat16", "int8")

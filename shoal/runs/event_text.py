@@ -17,7 +17,7 @@ from shoal.ledger.run_decisions import in_words
 from shoal.ledger.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed, PublisherChanged
-from shoal.protocol.env_faults import fault_indices, without_faults
+from shoal.protocol.group_rewards import fault_indices, without_faults
 
 KEY_CHARS = 12
 """Characters of a key or digest that are shown."""

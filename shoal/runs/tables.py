@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from shoal.errors import ConfigError, NothingYet, Overreach, StateError
 from shoal.ledger.verdicts import VerdictGiven
 from shoal.metrics import METRICS
-from shoal.protocol.env_faults import without_faults
+from shoal.protocol.group_rewards import without_faults
 from shoal.runs.evaluations import HeldOut
 from shoal.runs.event_rows import Row, event_row, refusal_rows, verdict_row
 from shoal.runs.replay import RunReader, slot_of, standing_of

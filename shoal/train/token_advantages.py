@@ -17,9 +17,8 @@ from shoal.ledger.group_signal import advantages, advantages_by_step
 from shoal.protocol.algorithm_config import Algorithm, needs_critic, step_credit_of, vine_of
 from shoal.protocol.audit_selection import MAX_REWARD
 from shoal.protocol.branching import places
-from shoal.protocol.env_faults import has_enough_rollouts, without_faults
+from shoal.protocol.group_rewards import has_enough_rollouts, malformed_steps, step_of_tokens, without_faults
 from shoal.protocol.messages import POLICY, Group, Rollout, StepRewards
-from shoal.protocol.step_rewards import fault_of, step_of_tokens
 
 
 def credit(
@@ -98,7 +97,7 @@ def _demand_steps(
     that a step ends after it. A host that lies may say anything."""
     credit, tokens = step_credit_of(algorithm), max(len(rollout.author) for rollout in group.rollouts)
     assert credit is not None, "only runs that credit steps ask"
-    fault = fault_of(steps_G, rewards_G, credit.most, tokens, MAX_REWARD)
+    fault = malformed_steps(steps_G, rewards_G, credit.most, tokens, MAX_REWARD)
     if fault:  # guard: credited-steps-are-there
         raise ValueError(f"the batch {fault}")
 

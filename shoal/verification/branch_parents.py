@@ -6,10 +6,10 @@ Bodies are large and a lease may name many, so they are read one after another, 
 from collections.abc import Awaitable, Callable, Mapping
 
 from shoal.errors import PeerError
-from shoal.protocol.branch_parents import most_bytes, readable_parent
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import WireError, digest, from_msgpack, is_digest
 from shoal.protocol.messages import Group, Lease, Parent, Rules, Submission
+from shoal.protocol.rollout_validation import most_bytes, readable_parent
 
 
 class OtherParents(PeerError):

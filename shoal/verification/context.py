@@ -33,8 +33,7 @@ from shoal.protocol.branching import (
     seeds_of,
     whole_author,
 )
-from shoal.protocol.env_faults import FaultReport, fault_indices, faults_of
-from shoal.protocol.host_records import differs
+from shoal.protocol.group_rewards import FaultReport, fault_indices, faults_of, step_of_tokens
 from shoal.protocol.messages import (
     ENVIRONMENT,
     POLICY,
@@ -52,9 +51,9 @@ from shoal.protocol.messages import (
     StepRewards,
     Submission,
 )
+from shoal.protocol.messages.host_environments import differs
 from shoal.protocol.rollout_validation import no_room
 from shoal.protocol.seed_chain import row_seed
-from shoal.protocol.step_rewards import step_of_tokens
 from shoal.protocol.tolerances import bounds_for
 from shoal.terminal import printable
 

@@ -6,7 +6,7 @@ Checks, outcomes, rewards, their steps, and tokens are compared. Figures are not
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from shoal.protocol.env_faults import fault_indices, fault_key
+from shoal.protocol.group_rewards import fault_indices, fault_key
 from shoal.protocol.messages import GroupVerdict, StepRewards
 from shoal.verification.audit_checks import AUDIT
 

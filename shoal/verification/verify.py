@@ -15,7 +15,7 @@ from shoal.errors import Undecided
 from shoal.protocol.audit_selection import REPLAY, influence, must_audit, pay_of
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError, from_msgpack
-from shoal.protocol.env_faults import fault_indices
+from shoal.protocol.group_rewards import fault_indices
 from shoal.protocol.messages import Check, Group, GroupRecord, GroupVerdict, Record, Submission, Verdict
 from shoal.verification.audit_checks import AUDIT, figures_of, leaning_of
 from shoal.verification.context import CheckFailure, Context, GroupCheck, Tools, by_group

@@ -13,8 +13,7 @@ from shoal.errors import PeerError, StateError
 from shoal.net.server_process import Stopping
 from shoal.protocol.constants import MODEL_STOPS, VLLM
 from shoal.protocol.messages import RunInfo
-from shoal.protocol.required_features import ADAPTERS, CODED_BASE
-from shoal.protocol.tolerances import engine_kind, unmeasured
+from shoal.protocol.tolerances import ADAPTERS, CODED_BASE, engine_kind, unmeasured
 from shoal.weights.delta.tensor_codes import coded_directory, cores, root_of
 from shoal.weights.fetch.version_directory import root_here
 

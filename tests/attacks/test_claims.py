@@ -12,10 +12,11 @@ import pytest
 from shoal.algos.advantages import group_advantages
 from shoal.algos.logprob_evidence import grown
 from shoal.algos.sampling_evidence import EvidenceFigures, SamplingEvidence, excessive, update
-from shoal.config import BOUNDS, wire_bounds
+from shoal.config import BOUNDS
 from shoal.envs.builtin.wordle import environment as wordle
 from shoal.models.transformer import Transformer
 from shoal.protocol.messages import Sampling
+from shoal.protocol.tolerances import wire_bounds
 from tests.attacks.attack import shifted
 from tests.attacks.attack_fixture import RULES, World, altered, lease_of, load_engine
 

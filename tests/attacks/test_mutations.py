@@ -23,8 +23,8 @@ from shoal.ledger.commands import AskLease, JoinRun, Publish
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import Grpo
-from shoal.protocol.branch_parents import most_bytes
 from shoal.protocol.encoding import digest, from_json, from_msgpack, to_json, to_msgpack
+from shoal.protocol.rollout_validation import most_bytes
 from shoal.protocol.signing import RequestLine, sign_request, verify_signature
 from shoal.roles.coordinator.calls import application
 from shoal.train.rows import rows_of_group

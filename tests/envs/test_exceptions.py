@@ -15,7 +15,7 @@ from shoal.envs.replay import ReplayResult, judge, replay_rollout
 from shoal.envs.rollout import Conversation
 from shoal.envs.run_settings import with_settings
 from shoal.errors import ConfigError, Overreach
-from shoal.protocol.env_faults import faults_of
+from shoal.protocol.group_rewards import faults_of
 from shoal.protocol.messages import Faults, Sampling
 
 SAMPLING = Sampling(1.0, 8, 64)

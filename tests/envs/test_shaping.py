@@ -20,7 +20,7 @@ from shoal.envs.run_settings import target_of, with_settings
 from shoal.errors import ConfigError, ShoalError
 from shoal.protocol.encoding import from_json, to_json
 from shoal.protocol.messages import EnvSpec, Sampling
-from shoal.protocol.reward_shaping import LengthTarget, OverlongPenalty, RepetitionPenalty, Shaping
+from shoal.protocol.messages.run import LengthTarget, OverlongPenalty, RepetitionPenalty, Shaping
 from tests.envs import pile
 from tests.models.templates import renderer_of, spell
 

@@ -506,10 +506,9 @@ def test_held_out_tasks_that_are_learned_from_are_counted(
     assert found == ([both] if both else [])
 
 
-@pytest.mark.parametrize(("override", "said"), [("stop_at=1.4", "share"), ("eval_every=-1", "0 never evaluates"),
-                                                ("eval_episodes=0", "at least 1"), ("stop_at=nan", "share")])  # fmt: skip
-def test_evaluations_that_cannot_be_are_refused(recipe: Path, tmp_path: Path, override: str, said: str) -> None:
-    with pytest.raises(sft.ConfigError, match=said):
+@pytest.mark.parametrize("override", ["stop_at=1.4", "stop_at=nan", "eval_every=-1", "eval_episodes=0"])
+def test_evaluations_that_cannot_be_are_refused(recipe: Path, tmp_path: Path, override: str) -> None:
+    with pytest.raises(sft.ConfigError, match=f"{override.replace('=', ' = ')}: must be "):
         sft.main(recipe, tmp_path / "out", [override])
 
 

@@ -15,8 +15,7 @@ import pytest
 
 from shoal.algos.rejection_sampling import raft
 from shoal.chat import isolated
-from shoal.config import SftConfig, load_run
-from shoal.config.policy import TinyPolicy
+from shoal.config import SftConfig, TinyPolicy, load_run
 from shoal.config.stages import StagesConfig, load_stages, settings_of
 from shoal.errors import ConfigError, StateError
 from shoal.evaluation_files import Heldout
@@ -181,14 +180,14 @@ SECOND = '[[stages]]\nname = "b"\nkind = "sft"\nrecipe = "start.toml"\n'
 REFUSED = {
     "known: sft, rl, filter, eval, merge, reject, dpo, reward_model": 'kind = "guess"',
     "pairs come from `rollouts` (an rl stage) or from `pairs` (a file)": 'kind = "dpo"\npolicy = "stage:b"',
-    "lr and max_grad_norm must be above 0": 'kind = "reward_model"\npolicy = "stage:b"\npairs = "p.jsonl"\nlr = 0.0',
+    "stages[0].lr = 0.0: must be above 0": 'kind = "reward_model"\npolicy = "stage:b"\npairs = "p.jsonl"\nlr = 0.0',
     "unknown key stages[0].steps": 'kind = "sft"\nrecipe = "start.toml"\nsteps = 3',
     "there is no stage c; stages: a, b": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:c"',
     "that comes later: move it up": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:b"',
     'write it as "stage:NAME"': 'kind = "sft"\nrecipe = "start.toml"\npolicy = "models/tiny"',
     'for that stage, write "stage:b"': 'kind = "merge"\npolicy = "b"',
     "two stages are named b": 'kind = "sft"\nrecipe = "start.toml"\n' + SECOND,
-    "low and high from 0 to 1, low not above high": 'kind = "filter"\nrecipe = "rl.toml"\nlow = 0.9',
+    "low = 0.9: must be at most high = 0.8": 'kind = "filter"\nrecipe = "rl.toml"\nlow = 0.9',
     'stage a: policy = "": write "stage:NAME", or a directory': 'kind = "dpo"\npolicy = ""\npairs = "p.jsonl"',
     'stage a: rollouts = "": write "stage:NAME"': 'kind = "reject"\nrollouts = ""',
     'stage a: recipe = "": write its path': 'kind = "sft"\nrecipe = ""',

@@ -18,10 +18,9 @@ from shoal.ledger.task_difficulty import (
     solve_rate,
     table_after,
 )
-from shoal.protocol.curriculum_config import Difficulty
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import EnvSpec, GroupVerdict, Verdict
-from shoal.protocol.task_draws import EnvDraw, TaskPool
+from shoal.protocol.task_draws import DifficultyRule, EnvDraw, TaskPool
 from tests.ledger.ledger_fixture import World
 
 ENVS = [EnvDraw("easy", 1.0, 4), EnvDraw("hard", 2.0, 100)]
@@ -32,7 +31,7 @@ def rule(**changes):
         curriculum=True, floor=0.1, window_groups=8, pools=True, easy=0.8, hard=0.2, easy_weight=0.5, hard_weight=0.25,
         retire_after=2, solved={"easy": 1.0, "hard": 1.0},
     )  # fmt: skip
-    return Difficulty(**(values | changes))
+    return DifficultyRule(**(values | changes))
 
 
 def follow(groups, records, how):

@@ -15,7 +15,7 @@ from shoal.models import hub_download as hub_module
 from shoal.models.checkpoint import load_policy, save_policy
 from shoal.models.hub_download import Hub, source_of
 from shoal.models.random_model import make_tiny
-from shoal.protocol.package_reference import hub_ref
+from shoal.protocol.hub_reference import hub_ref
 from tests.models.hub_server import COMMIT, FakeHub, fake_hub
 from tests.roles.in_memory_run import tiny_run
 

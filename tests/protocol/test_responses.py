@@ -11,7 +11,7 @@ import pytest
 from shoal.env_packages.installed import Installed
 from shoal.errors import PeerError
 from shoal.net.client import Client
-from shoal.protocol import messages, pay_lines
+from shoal.protocol import messages
 from shoal.protocol.encoding import WireError, digest, from_json
 from shoal.protocol.messages import Message, Response
 from shoal.protocol.signing import content_digest
@@ -19,7 +19,7 @@ from tests.roles.in_memory_run import Town, tiny_run
 
 OPEN_ENDED = {
     messages.RunInfo, messages.RunVersions, messages.NodeState, messages.LeaseAnswer, messages.CheckAnswer,
-    messages.Status, messages.StateHash, messages.WriteAck, messages.Refusal, pay_lines.CreditPage, pay_lines.CreditLine,
+    messages.Status, messages.StateHash, messages.WriteAck, messages.Refusal, messages.CreditPage, messages.CreditLine,
     messages.RelayEntry, messages.RelayStanding, messages.RelayProof, messages.StandingAlarm, Installed,
 }  # fmt: skip
 """All of them. A type joins only if nobody hashes or signs it, and if a node that ignores a field of it does no harm."""
@@ -39,7 +39,7 @@ def test_these_types_and_no_others_ignore_unknown_fields() -> None:
     assert tolerant - {Response} == OPEN_ENDED
     assert {messages.Rules, messages.Sampling, messages.EnvSpec, messages.Lease, messages.Block, messages.Slot,
             messages.Check, messages.Manifest, messages.SignedManifest, messages.Receipt, messages.Batch, messages.Event,
-            messages.Submission, pay_lines.Statement} <= ours - tolerant  # fmt: skip
+            messages.Submission, messages.Statement} <= ours - tolerant  # fmt: skip
 
 
 def test_no_strict_message_holds_one_that_ignores_fields() -> None:
@@ -109,7 +109,7 @@ def test_a_worker_refuses_what_it_does_not_know_in_rules_sampling_and_leases(tmp
 
 
 @pytest.mark.parametrize(
-    "kind", [messages.Rules, messages.Sampling, messages.Slot, messages.Receipt, pay_lines.Statement]
+    "kind", [messages.Rules, messages.Sampling, messages.Slot, messages.Receipt, messages.Statement]
 )
 def test_strict_messages_refuse_an_unknown_field_by_name(kind) -> None:
     with pytest.raises(WireError, match="unknown field `from_the_future`"):

@@ -9,8 +9,8 @@ import pytest
 from shoal.protocol.algorithm_config import Grpo
 from shoal.protocol.audit_selection import MAX_REWARD, influence
 from shoal.protocol.constants import MAX_ROLLOUT_STEPS
+from shoal.protocol.group_rewards import divided, largest_credits, malformed_steps, step_of_tokens
 from shoal.protocol.messages import BatchGroup, GroupVerdict, StepReward, make_rollout
-from shoal.protocol.step_rewards import divided, fault_of, largest_credits, step_of_tokens
 
 S = StepReward
 
@@ -30,7 +30,7 @@ GOOD = ((S(3, 0.25), S(9, 0.75)), (S(4, 0.3),), (S(5, 0.0),))
 
 
 def test_what_honest_validators_say_has_no_fault():
-    assert fault_of(GOOD, (1.0, 0.3, 0.0), 2, 10, MAX_REWARD) == ""
+    assert malformed_steps(GOOD, (1.0, 0.3, 0.0), 2, 10, MAX_REWARD) == ""
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_honest_validators_say_has_no_fault():
     ],
 )
 def test_what_no_honest_validator_says_is_named(steps, says):
-    assert says in fault_of(steps, (1.0, 0.3, 0.0), 2, 10, MAX_REWARD)
+    assert says in malformed_steps(steps, (1.0, 0.3, 0.0), 2, 10, MAX_REWARD)
 
 
 def test_any_numbers_are_judged_without_an_exception():
@@ -66,7 +66,7 @@ def test_any_numbers_are_judged_without_an_exception():
             steps = tuple(
                 divided(one, reward, 2) if fits(one) else one for one, reward in zip(steps, rewards, strict=False)
             )
-        if not fault_of(steps, rewards, 2, 10, MAX_REWARD):
+        if not malformed_steps(steps, rewards, 2, 10, MAX_REWARD):
             passed += bool(rewards)
             assert all(
                 not one or math.fsum(step.reward for step in one) == r for one, r in zip(steps, rewards, strict=True)

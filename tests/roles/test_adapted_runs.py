@@ -24,8 +24,8 @@ from shoal.models.lora_config import LoraBase
 from shoal.models.random_model import make_tiny
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.messages import AdapterBase, FileEntry, Manifest
-from shoal.protocol.required_features import ADAPTERS
 from shoal.protocol.signing import Key
+from shoal.protocol.tolerances import ADAPTERS
 from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.trainer import models
 from shoal.run_folder import RunFolder
@@ -209,8 +209,8 @@ def test_a_file_that_a_fetch_shares_with_others_is_never_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"rank": -1}, "policy.adapter.rank = -1: must be 0 to 512"),
-        ({"rank": 513}, "must be 0 to 512"),
+        ({"rank": -1}, "policy.adapter.rank = -1: must be from 0 to 512"),
+        ({"rank": 513}, "policy.adapter.rank = 513: must be from 0 to 512"),
         ({"rank": 4, "alpha": 0.0}, "policy.adapter.alpha = 0.0: must be above 0"),
         ({"rank": 4, "targets": ["q_proj", "embed"]}, "policy.adapter.targets has 'embed'; known are q_proj"),
         ({"rank": 4, "targets": []}, "is empty, or names a matrix twice"),

@@ -19,7 +19,7 @@ from shoal.models.nf4_config import is_coded
 from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import VLLM
 from shoal.protocol.messages import AdapterBase
-from shoal.protocol.required_features import ADAPTERS, CODED_BASE
+from shoal.protocol.tolerances import ADAPTERS, CODED_BASE
 from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.trainer import models
 from shoal.run_folder import RunFolder

@@ -19,7 +19,7 @@ from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest, from_json, to_json
-from shoal.protocol.pay_lines import CreditPage, Statement
+from shoal.protocol.messages.responses import CreditPage, Statement
 from shoal.roles.auditor import credits as accounts
 from shoal.roles.auditor import verify_log
 from shoal.roles.auditor.evidence import is_due

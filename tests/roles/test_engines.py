@@ -15,7 +15,7 @@ from shoal.engine.open import EngineSpec, open_engine
 from shoal.errors import PeerError, StateError
 from shoal.net.client import PeerRefused
 from shoal.protocol.messages import EngineFacts
-from shoal.protocol.required_features import ADAPTERS
+from shoal.protocol.tolerances import ADAPTERS
 from shoal.roles.coordinator import calls
 from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.node import session

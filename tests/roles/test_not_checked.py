@@ -18,7 +18,7 @@ from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
 from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.protocol.encoding import to_json
-from shoal.protocol.pay_lines import Statement
+from shoal.protocol.messages.responses import Statement
 from shoal.roles.auditor import verify_log
 from shoal.runs import public_run
 from tests.golden.test_golden import rows_of, under_version

@@ -21,8 +21,8 @@ from shoal.net.connection_limits import ServerLimits
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import encoding
 from shoal.protocol.constants import PROTOCOL_VERSION
+from shoal.protocol.host_signatures import is_proof
 from shoal.protocol.messages import FileEntry, Manifest, RelayEntry, RunInfo, SignedManifest
-from shoal.protocol.relay_proof import is_proof
 from shoal.protocol.signing import Key
 from shoal.roles.coordinator.calls import application as coordinator
 from shoal.roles.node.serve_chunks import application

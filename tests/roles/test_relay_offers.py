@@ -13,8 +13,8 @@ from shoal.net import safe_http, urls
 from shoal.net import urls as addresses
 from shoal.protocol.constants import MAX_URL_CHARS
 from shoal.protocol.encoding import WireError, from_json, to_json
+from shoal.protocol.host_signatures import sign_proof
 from shoal.protocol.messages import RelayOffer, RelayProof
-from shoal.protocol.relay_proof import sign_proof
 from shoal.protocol.signing import Key
 from shoal.roles.coordinator import main, relay_challenges, relays
 from shoal.roles.coordinator.relays import RelayList

@@ -15,7 +15,7 @@ from shoal.errors import StateError
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError
-from shoal.protocol.host_records import difference, rollout_digest
+from shoal.protocol.messages.host_environments import difference, rollout_digest
 from shoal.roles.env_server.replies import Memo, PlacedReply, Reply, Taken
 from shoal.roles.env_server.turns import Conflict, TurnLimits, TurnRequest, record_of, take_turn
 

@@ -12,9 +12,9 @@ from shoal.ledger.commands import AskLease, JoinRun, Publish
 from shoal.net.connection_limits import ServerLimits
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
-from shoal.protocol.branch_parents import most_bytes
 from shoal.protocol.constants import SMALL_BODY_BYTES
 from shoal.protocol.encoding import digest, from_json, from_msgpack, to_msgpack
+from shoal.protocol.rollout_validation import most_bytes
 from shoal.protocol.signing import Key, RequestLine, sign_request
 from shoal.verification.encode_submission import encode_submission
 from tests.net.wires import request, run, serving, wires

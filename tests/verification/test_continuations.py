@@ -17,10 +17,10 @@ from shoal.envs.play import EpisodeAttempt
 from shoal.models.random_model import make_tiny
 from shoal.protocol import messages
 from shoal.protocol.algorithm_config import Composition, Vine
-from shoal.protocol.branch_parents import most_bytes
 from shoal.protocol.branching import FIRST_BLOCK, branches, continued_slot
 from shoal.protocol.constants import CONTINUATIONS
 from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.rollout_validation import most_bytes
 from shoal.verification.branch_parents import OtherParents, fetch_parents, read_parents
 from shoal.verification.context import score_requests
 from shoal.verification.verify import verify_submission

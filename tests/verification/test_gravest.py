@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shoal.config import BOUNDS, wire_bounds
+from shoal.config import BOUNDS
 from shoal.engine.interface import PolicyScore
 from shoal.protocol.messages import ENVIRONMENT, POLICY, Group, make_rollout
+from shoal.protocol.tolerances import wire_bounds
 from shoal.verification.audit_checks import logprobs, sampling
 from shoal.verification.context import CheckFailure, gravest
 

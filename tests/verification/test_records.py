@@ -10,7 +10,7 @@ from shoal.protocol import messages
 from shoal.protocol.audit_selection import MAX_REASON_CHARS
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import digest, to_msgpack
-from shoal.protocol.host_records import rollout_digest
+from shoal.protocol.messages.host_environments import rollout_digest
 from shoal.verification.verify import verify_submission
 from tests.verification.conftest import Desk
 

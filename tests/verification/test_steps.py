@@ -12,8 +12,8 @@ from shoal.envs.load import load_env
 from shoal.envs.rollout import Conversation
 from shoal.protocol.algorithm_config import Algorithm, Composition, Steps, Turns
 from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.group_rewards import malformed_steps
 from shoal.protocol.messages import POLICY, Check
-from shoal.protocol.step_rewards import fault_of
 from shoal.verification.verdict_diff import differences
 from shoal.verification.verify import verify_submission
 from tests.verification.conftest import RULES, SAMPLING, Desk
@@ -50,7 +50,7 @@ def test_a_verdict_says_what_each_turn_or_step_earns(renderer, algorithm, by_tur
         assert verdict.rewards == (1.0, 0.0, 1.0, 0.0)
         assert [step.reward for step in verdict.steps[0]] == expected
         assert not any(step.reward for step in verdict.steps[1])
-        assert not fault_of(verdict.steps, verdict.rewards, 16, 160, 1e6)
+        assert not malformed_steps(verdict.steps, verdict.rewards, 16, 160, 1e6)
         for rollout, steps in zip(group.rollouts, verdict.steps, strict=True):
             assert all(rollout.author_T()[step.end] == POLICY for step in steps)
             assert steps[-1].end == len(rollout.author) - 1

@@ -25,8 +25,8 @@ from shoal.models.hub_download import Hub
 from shoal.models.nf4_config import NF4, is_coded
 from shoal.models.random_model import make_tiny
 from shoal.protocol.encoding import to_msgpack
+from shoal.protocol.hub_reference import is_hub
 from shoal.protocol.messages import Bounds
-from shoal.protocol.package_reference import is_hub
 from shoal.protocol.tolerances import CHOSEN_ENGINES
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.verification.fit_tolerances import MeasuredNoise, joined, propose, propose_activation_error

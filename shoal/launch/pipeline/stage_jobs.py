@@ -9,7 +9,7 @@ import msgspec
 
 from shoal.chat.isolated import open_own
 from shoal.config import RunConfig, SftConfig
-from shoal.config.resolve_paths import resolve_path
+from shoal.config.load import resolve_path
 from shoal.config.stages import (
     EvalStage,
     FilterStage,
@@ -27,7 +27,7 @@ from shoal.launch.preflight import demand_computable
 from shoal.models.lora_config import AdapterSpec, demand_adapter, has_adapter
 from shoal.models.open_model import spec_of
 from shoal.protocol.encoding import digest, to_json
-from shoal.protocol.package_reference import is_hub
+from shoal.protocol.hub_reference import is_hub
 from shoal.protocol.task_draws import read_task_list
 from shoal.train.preference_data import demand_preference_pairs
 from shoal.tree import to_tree

@@ -17,7 +17,7 @@ from shoal.ledger.registry import read_entry
 from shoal.ledger.task_difficulty import solve_rate
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError, digest, to_json
-from shoal.protocol.env_faults import fault_indices, without_faults
+from shoal.protocol.group_rewards import fault_indices, without_faults
 from shoal.protocol.messages import POLICY, Rollout
 from shoal.run_folder import RunFolder
 from shoal.runs.conversation import group_of

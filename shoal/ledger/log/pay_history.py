@@ -10,7 +10,7 @@ from shoal.ledger.replay_context import PayContext, Verdicts
 from shoal.ledger.state import State
 from shoal.ledger.verdicts import VerdictGiven
 from shoal.protocol.encoding import to_json
-from shoal.protocol.pay_lines import CreditLine, Statement
+from shoal.protocol.messages.responses import CreditLine, Statement
 from shoal.protocol.signing import Key, verify_signature
 
 # --- A node's pay explained ---

@@ -1,13 +1,12 @@
-"""Learning: batches for the trainer, and the versions that it makes of them, as manifests of files.
-
-`weights` signs and opens manifests.
-"""
+"""Batches for the trainer, the versions that it makes of them as manifests of files, and relays of these files."""
 
 import msgspec
 
-from shoal.protocol.messages.admin import LrFactor
-from shoal.protocol.messages.base import Fact, Message
+from shoal.protocol.fields import Fact, Message, Response, Url
+from shoal.protocol.messages.responses import LrFactor
 from shoal.protocol.messages.verdicts import StepRewards
+
+# --- batches ---
 
 
 class BatchGroup(Message, frozen=True, omit_defaults=True):
@@ -113,3 +112,43 @@ class SignedManifest(Message, frozen=True):
     body: bytes
     key: str
     signature: str
+
+
+# --- relays, which serve weights that they fetched ---
+
+
+class RelayOffer(Message, frozen=True):
+    """`POST /v1/relays`: the relay whose key signs the request serves chunks at this URL."""
+
+    url: Url = ""
+    """Empty: http, at `port` of the address that the request comes from."""
+    port: int = 0
+
+
+class RelayStanding(Response, frozen=True):
+    """Answer to an offer."""
+
+    url: str
+    listed: bool
+    """Whether clients are told of it."""
+    reason: str
+    """Why not, or not yet."""
+    retry_s: float
+    """When to offer again. An offer that is not repeated lapses."""
+
+
+class RelayProof(Response, frozen=True):
+    """`GET /.well-known/shoal-relay/{nonce}` of a relay: who serves there."""
+
+    key: str
+    signature: str
+    """Over the run and the nonce."""
+
+
+class RelayEntry(Response, frozen=True):
+    """One of `GET /v1/relays`."""
+
+    url: str
+    address: str
+    """The network address at which the proof was read. Only this one is asked."""
+    key: str

@@ -4,13 +4,15 @@ Workers send turns and read the answers. The coordinator passes them on to the h
 submission. Validators and auditors compare submissions with it. Texts travel as token ids, little-endian int32 in bytes.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
-from shoal.protocol.messages.base import Message
-from shoal.protocol.messages.base import Said as Why
-from shoal.protocol.messages.rollouts import POLICY, Block, Ending
+from shoal.protocol.encoding import domain_hash
+from shoal.protocol.fields import Message
+from shoal.protocol.fields import Said as Why
+from shoal.protocol.messages.rollouts import POLICY, Block, Ending, Group, Rollout
 
 Outcome = Literal["", "environment", "length", "error", "void"]
 """How a rollout ended, in the words of `Ending`; empty while it goes on, and void if its slot cannot be filled."""
@@ -56,7 +58,7 @@ class RolloutRecord(Message, frozen=True, omit_defaults=True):
     """A finished rollout as the host's stage played it."""
 
     digest: str
-    """Of its token ids, authors, ending and rows: `host_records.rollout_digest`."""
+    """Of its token ids, authors, ending and rows: `rollout_digest`."""
     ending: Ending
     reward: float
     fault: str = ""
@@ -92,3 +94,41 @@ class Staged(Message, frozen=True):
     turn: EnvTurn | None = None
     worker: str = ""
     """Key of the worker that holds the lease: what it keeps the stage busy with is limited."""
+
+
+# --- comparison of a submission with its record ---
+
+
+class RecordDifference(NamedTuple):
+    """Why a group is not the recorded one."""
+
+    rollout: int
+    """Index of the rollout; -1 for the whole group."""
+    detail: str
+
+
+def rollout_digest(token_ids: bytes, author: bytes, ending: str, starts: Sequence[int] = ()) -> str:
+    """The name of a rollout in a record: a hash of all that the environment and the policy decide."""
+    rows = b"".join(start.to_bytes(8, "big", signed=True) for start in starts)
+    return domain_hash("record", token_ids, author, ending.encode(), rows).hex()
+
+
+def differs(rollout: Rollout, digest: str) -> bool:
+    """Whether a rollout is not the one with this name."""
+    try:
+        name = rollout_digest(rollout.token_ids, rollout.author, rollout.ending, rollout.starts)
+    except OverflowError:  # a start that no number of eight bytes holds
+        return True
+    return name != digest
+
+
+def difference(group: Group, record: GroupRecord) -> RecordDifference | None:
+    """The first difference between a group and its record; None if there is none."""
+    if group.slot != record.slot:
+        return RecordDifference(-1, f"a group of slot {group.slot} where the record has slot {record.slot}")
+    if len(group.rollouts) != len(record.rollouts):
+        return RecordDifference(-1, f"{len(group.rollouts)} rollouts where the record has {len(record.rollouts)}")
+    for index, (rollout, recorded) in enumerate(zip(group.rollouts, record.rollouts, strict=True)):
+        if differs(rollout, recorded.digest):
+            return RecordDifference(index, "other tokens, authors or another ending than the host's stage recorded")
+    return None

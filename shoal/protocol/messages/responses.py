@@ -1,13 +1,64 @@
-"""The log's lines, refusals, and the answers of `roles/coordinator` about how a run is doing."""
+"""Answers of the coordinator about a run, its log and its nodes' pay, and the requests of its host.
+
+Auditors read a host's evidence in the log, and the host may be hostile to them, so each part of it has a largest size.
+"""
 
 from typing import Annotated, Literal
 
 import msgspec
 
-from shoal.protocol.constants import MAX_NODES, MAX_STANDING_ALARMS
-from shoal.protocol.messages.admin import Cause, LrFactor
-from shoal.protocol.messages.base import Fact, Message, Response
+from shoal.protocol.constants import MAX_MEASURED, MAX_NODES, MAX_STANDING_ALARMS, MIN_LR_FACTOR
+from shoal.protocol.fields import Fact, Message, Response
 from shoal.protocol.messages.verdicts import Check
+
+# --- requests of the host ---
+
+
+# guard: lr-factor-is-bounded
+LrFactor = Annotated[float, msgspec.Meta(ge=MIN_LR_FACTOR, le=1.0)]
+"""What the run file's learning rate is multiplied by."""
+
+Cause = Annotated[str, msgspec.Meta(pattern=r"\A[a-z_]{1,32}\Z")]
+"""Name of a monitor. Any word, because a later shoal may have more monitors."""
+
+Figure = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+
+
+class Measured(Message, frozen=True):
+    """One figure that a monitor looked at."""
+
+    name: Fact
+    value: Figure
+    limit: Figure
+
+
+class AlarmEvidence(Message, frozen=True, omit_defaults=True):
+    """Why a host acted: the alarm, as its monitors saw it."""
+
+    cause: Cause
+    since: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    """Training step at which the alarm was raised."""
+    step: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    """Newest training step that the monitors had seen."""
+    # guard: alarm-evidence-is-bounded
+    measured: Annotated[tuple[Measured, ...], msgspec.Meta(max_length=MAX_MEASURED)]
+    node: Fact = ""
+    """Key of the node that it is about, if it is about one."""
+
+
+class AdminRequest(Message, frozen=True):
+    """`POST /v1/admin/{action}`: names a node, by its name or the start of its key, if the action needs one."""
+
+    node: str = ""
+    lr_factor: LrFactor | msgspec.UnsetType = msgspec.UNSET
+    """Of `rate`: what the run file's learning rate is multiplied by, in steps whose batches are formed from now on."""
+    evidence: AlarmEvidence | msgspec.UnsetType = msgspec.UNSET
+    """The alarm that led to the request, if one did."""
+    also: tuple[str, ...] = ()
+    """Of `admit`: further keys, which are admitted with the first one, so that two validators are never a majority."""
+
+
+# --- the log, and how a run is doing ---
 
 
 class Event(Message, frozen=True):
@@ -98,3 +149,62 @@ class WriteAck(Response, frozen=True):
 
     seq: int
     """Number of the log's last event."""
+
+
+# --- pay ---
+
+
+class CreditLine(Response, frozen=True):
+    """One event that touched a node's pay, and why."""
+
+    seq: int
+    """Of the event in the log."""
+    time: float
+    kind: str
+    """Of the event."""
+    credits: int
+    """Change of the balance, policy tokens; 0 for work that was not paid."""
+    detail: str
+    """One line for people to read."""
+    version: int = -1
+    slot: int = -1
+    submission: str = ""
+    validators: tuple[str, ...] = ()
+    """Keys of those who gave the verdicts; empty if the line is about no verdict, or if it is on an earlier page."""
+    audited: bool = False
+    check: str = ""
+    """The check that refused the group; its figure and bound follow."""
+    figure: float = 0.0
+    bound: float = 0.0
+
+
+class CreditPage(Response, frozen=True):
+    """`GET /v1/nodes/{key}/credits`: a node's pay explained, in the order of the log."""
+
+    node: str
+    leases: int
+    """All leases that the node was ever granted."""
+    lapsed: int
+    """How many of them lapsed."""
+    lines: tuple[CreditLine, ...]
+    after: int
+    """To get the next page, ask with this value."""
+    more: bool
+    """Whether there is a next page."""
+
+
+class Statement(Message, frozen=True):
+    """`GET /v1/nodes/{key}/statement`: a balance, signed by the run key over the statement with an empty signature."""
+
+    run: str
+    run_key: str
+    """The key that signs. The run's first event names it."""
+    node: str
+    name: str
+    credits: int
+    """Balance after event `seq`, policy tokens."""
+    seq: int
+    head: str
+    """Hash of event `seq`: the balance is what replaying the log up to it gives."""
+    time: float
+    signature: str

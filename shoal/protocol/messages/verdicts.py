@@ -1,7 +1,4 @@
-"""Judgement: what a validator is asked, and what it answers.
-
-`verification` makes verdicts, and `ledger` decides what follows from them.
-"""
+"""Judgement: what a validator is asked, and what it answers."""
 
 from typing import Annotated, Literal, NamedTuple
 
@@ -9,7 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shoal.protocol.constants import MAX_ROLLOUT_STEPS
-from shoal.protocol.messages.base import Message
+from shoal.protocol.fields import Message
 from shoal.protocol.messages.rollouts import Lease
 
 
@@ -23,7 +20,7 @@ class StepReward(NamedTuple):
 
 # guard: few-steps
 StepRewards = Annotated[tuple[StepReward, ...], msgspec.Meta(max_length=MAX_ROLLOUT_STEPS)]
-"""Of one rollout, in the order in which it was played. Their sum is its reward, as `protocol/step_rewards` adds."""
+"""Of one rollout, in the order in which it was played. Their sum is its reward, as `protocol/group_rewards` adds."""
 
 
 class Faults(Message, frozen=True, omit_defaults=True):

@@ -11,7 +11,7 @@ from shoal.ledger.log.check import Audit
 from shoal.ledger.log.pay_history import disagreements, explain, is_signed
 from shoal.ledger.state import State
 from shoal.protocol.encoding import WireError, from_json, to_json
-from shoal.protocol.pay_lines import Statement
+from shoal.protocol.messages.responses import Statement
 from shoal.roles.auditor.verify_log import replay_log
 from shoal.run_folder import write_atomically
 from shoal.runs.public_run import ANSWER_S, PublicRun, UrlRun, open_run

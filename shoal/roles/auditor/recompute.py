@@ -29,7 +29,7 @@ from shoal.models.device import CPU, demand_device
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError, digest, from_msgpack
-from shoal.protocol.required_features import kind_of
+from shoal.protocol.messages.run import kind_of
 from shoal.protocol.seed_chain import sample_seed
 from shoal.roles.auditor.context import AuditContext
 from shoal.roles.auditor.evidence import EvidenceSet, WithEvidence, accusations, leased, read_evidence

@@ -38,7 +38,7 @@ from shoal.protocol.constants import (
     MAX_SUBMISSION_BYTES,
 )
 from shoal.protocol.encoding import from_msgpack, to_json, to_msgpack
-from shoal.protocol.pay_lines import CreditPage, Statement
+from shoal.protocol.messages.responses import CreditPage, Statement
 from shoal.protocol.tolerances import unmeasured
 from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.lease_queue import LeasePollReplays, LeaseQueue

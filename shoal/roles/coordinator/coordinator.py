@@ -33,13 +33,13 @@ from shoal.models.open_model import needs_transformers
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.net.server_process import port_of_living
 from shoal.protocol import messages as t
-from shoal.protocol.branch_parents import most_bytes
 from shoal.protocol.constants import BODY_WINDOW_S, COMPLETIONS, MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
 from shoal.protocol.encoding import WireError, digest, from_msgpack, to_msgpack
-from shoal.protocol.host_records import difference
 from shoal.protocol.host_signatures import sign_promise, terms_of
 from shoal.protocol.message_sizes import turn_answer_bytes, turn_bytes
-from shoal.protocol.required_features import kind_of
+from shoal.protocol.messages.host_environments import difference
+from shoal.protocol.messages.run import kind_of
+from shoal.protocol.rollout_validation import most_bytes
 from shoal.protocol.seed_chain import SecretChain
 from shoal.protocol.signing import Key
 from shoal.roles.coordinator.env_hang_reports import StopReports

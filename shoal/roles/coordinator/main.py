@@ -23,7 +23,6 @@ from shoal.config import (
     RunConfig,
     difficulty_of,
     sampling_of,
-    wire_bounds,
 )
 from shoal.envs.describe import Declared, declared
 from shoal.envs.load import env_digest
@@ -45,7 +44,7 @@ from shoal.protocol.encoding import WireError, from_json
 from shoal.protocol.host_signatures import is_promised
 from shoal.protocol.seed_chain import SecretChain
 from shoal.protocol.task_draws import TaskList
-from shoal.protocol.tolerances import dtypes_of
+from shoal.protocol.tolerances import dtypes_of, wire_bounds
 from shoal.roles.coordinator.calls import application
 from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.node.serve_chunks import kept_up

@@ -19,7 +19,7 @@ from shoal.ledger.members import ASKED_BY_HOST
 from shoal.ledger.records import NodeRecord
 from shoal.metrics import METRICS, NEWEST_STEPS, newest_lines, newest_metrics, pace_of
 from shoal.protocol.audit_selection import CHECKS
-from shoal.protocol.env_faults import without_faults
+from shoal.protocol.group_rewards import without_faults
 from shoal.protocol.messages import StandingAlarm, Status
 from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.status import StatusBoard, batch_of

@@ -15,7 +15,7 @@ from shoal.net.blobs import names
 from shoal.net.server import answer, answer_bytes
 from shoal.protocol.constants import MAX_EVENTS
 from shoal.protocol.encoding import digest
-from shoal.protocol.pay_lines import CreditLine, CreditPage, Statement
+from shoal.protocol.messages.responses import CreditLine, CreditPage, Statement
 from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.request_context import RequestContext, number
 from shoal.roles.coordinator.versions import signed_manifest

@@ -17,9 +17,9 @@ from shoal.errors import PeerError
 from shoal.net import safe_http
 from shoal.net.server import Buckets, network_of
 from shoal.protocol.encoding import WireError, from_json
+from shoal.protocol.host_signatures import PROOF_PATH, is_proof
 from shoal.protocol.messages import fact
-from shoal.protocol.messages.relays import RelayProof
-from shoal.protocol.relay_proof import PROOF_PATH, is_proof
+from shoal.protocol.messages.batches import RelayProof
 
 OF_IPV4, OF_IPV6 = 24, 48
 """Bits of an address that name its crowd. One customer may have all addresses of a crowd."""

@@ -19,7 +19,7 @@ from shoal.errors import PeerError
 from shoal.net import safe_http
 from shoal.net.server import network_of
 from shoal.net.urls import checked_url
-from shoal.protocol.messages.relays import RelayEntry, RelayOffer, RelayStanding
+from shoal.protocol.messages.batches import RelayEntry, RelayOffer, RelayStanding
 from shoal.roles.coordinator.relay_challenges import (
     ASK_AGAIN_S,
     OFFER_AGAIN_S,

@@ -33,9 +33,9 @@ from shoal.ledger.validator_turns import absent, duration_text, overdue, overdue
 from shoal.protocol import messages as t
 from shoal.protocol.branching import continued_slot, is_continued_slot
 from shoal.protocol.constants import LONG_POLL_S, MAX_NODES, MAX_STANDING_ALARMS, PROTOCOL_VERSION
-from shoal.protocol.env_faults import fault_indices, without_faults
+from shoal.protocol.group_rewards import fault_indices, without_faults
 from shoal.protocol.messages import SolveRate
-from shoal.protocol.required_features import needs_of
+from shoal.protocol.tolerances import needs_of
 from shoal.roles.coordinator.coordinator import Coordinator
 
 KEPT = 8

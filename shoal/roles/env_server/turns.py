@@ -14,7 +14,7 @@ from shoal.errors import ShoalError
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_SAID_CHARS
 from shoal.protocol.encoding import WireError, digest, to_msgpack
-from shoal.protocol.host_records import rollout_digest
+from shoal.protocol.messages.host_environments import rollout_digest
 from shoal.roles.env_server.replies import (
     FinalScore,
     Memo,

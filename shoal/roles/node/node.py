@@ -37,8 +37,8 @@ from shoal.net.server_process import Stopping
 from shoal.protocol import messages as t
 from shoal.protocol.branching import NO_FIT, groups_fit
 from shoal.protocol.constants import COMPLETIONS, VLLM
+from shoal.protocol.messages.run import kind_of
 from shoal.protocol.noise import PHILOX
-from shoal.protocol.required_features import kind_of
 from shoal.protocol.tolerances import LOCAL, TRANSFORMERS
 from shoal.roles.node.activity import NodeActivity
 from shoal.roles.node.device_queue import ExclusiveDevice, Shift, shift_of
@@ -50,8 +50,8 @@ from shoal.roles.node.share_weights import WeightSharing, sharing
 from shoal.roles.node.throttle import Allowance, BoundedEngine
 from shoal.run_folder import RunFolder
 from shoal.sandbox.limits import Limits as SandboxLimits
-from shoal.weights.fetch.version_directory import disk_limit
 from shoal.weights.engine_loader import LoadedEngine, contained, demand_engine_fits
+from shoal.weights.fetch.version_directory import disk_limit
 from shoal.weights.memory_limit import Memory, enforced, limit_of, memory_mb, share_of_free_mb
 
 log = logging.getLogger("node")

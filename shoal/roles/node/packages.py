@@ -31,7 +31,7 @@ from shoal.envs.load import Opener, is_own, is_package
 from shoal.errors import ConfigError, NothingYet, PeerError
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.messages import EnvSpec
-from shoal.protocol.required_features import kind_of
+from shoal.protocol.messages.run import kind_of
 from shoal.sandbox.limits import Limits
 
 WITNESSES = 2

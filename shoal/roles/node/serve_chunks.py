@@ -25,8 +25,8 @@ from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits, http_server
 from shoal.net.server import Gate, answer
 from shoal.net.server_process import listen
-from shoal.protocol.messages.relays import RelayOffer, RelayProof, RelayStanding
-from shoal.protocol.relay_proof import sign_proof
+from shoal.protocol.host_signatures import sign_proof
+from shoal.protocol.messages.batches import RelayOffer, RelayProof, RelayStanding
 from shoal.protocol.signing import Key
 
 log = logging.getLogger("relay")

@@ -23,7 +23,7 @@ from shoal.protocol.constants import MAX_MANIFEST_BYTES
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.host_signatures import is_promised, terms_of
 from shoal.protocol.message_sizes import BYTES_PER_TOKEN
-from shoal.protocol.required_features import kind_of
+from shoal.protocol.messages.run import kind_of
 from shoal.roles.node.evidence import EvidenceStore, retry_while_disk_full
 from shoal.roles.node.publisher_pins import take_publishers
 from shoal.roles.node.share_weights import SHARED_PART, SharedVersions

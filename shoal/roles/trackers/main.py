@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path, PurePath
 
 from shoal.config import RunConfig, settle_loggers
-from shoal.protocol.package_reference import is_hub
+from shoal.protocol.hub_reference import is_hub
 from shoal.roles.trackers.feed import Follower, Logger
 from shoal.run_folder import RunFolder
 

@@ -18,7 +18,7 @@ from shoal.protocol.algorithm_config import Algorithm
 from shoal.protocol.branching import is_continued_slot
 from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import from_msgpack
-from shoal.protocol.env_faults import fault_indices, without_faults
+from shoal.protocol.group_rewards import fault_indices, without_faults
 from shoal.roles.node.reward_parts import means_of, take_scores
 from shoal.train.batch_filter import select
 from shoal.train.reward_hacking import signs_of

@@ -19,7 +19,7 @@ from shoal.net.client import Client
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import judge_named, needs_reference
 from shoal.protocol.constants import MAX_MANIFEST_BYTES
-from shoal.protocol.package_reference import is_hub
+from shoal.protocol.hub_reference import is_hub
 from shoal.roles.trainer.publish import copy_checkpoint
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.train.frozen_models import AdvantageModel, KLReference, judge_of, reference_of

@@ -22,8 +22,8 @@ from shoal.net.client import Client, PeerRefused
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_MANIFEST_BYTES
 from shoal.protocol.encoding import to_json
-from shoal.protocol.required_features import may_be_patched
 from shoal.protocol.signing import Key
+from shoal.protocol.tolerances import may_be_patched
 from shoal.run_folder import RunFolder, clear_leftovers, replaced_folder
 from shoal.weights.base_model import directory_root, link_base, link_from
 from shoal.weights.delta.tensor_codes import coded_directory

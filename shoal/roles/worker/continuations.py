@@ -13,10 +13,10 @@ from shoal.envs.play import play_block
 from shoal.errors import PeerError
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import vine_of
-from shoal.protocol.branch_parents import readable_parent
 from shoal.protocol.branching import branches
 from shoal.protocol.constants import CONTINUATIONS, MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import WireError, digest, from_msgpack
+from shoal.protocol.rollout_validation import readable_parent
 from shoal.roles.node.session import Session
 from shoal.verification.context import score_requests
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from shoal.errors import NothingYet, PeerError
 from shoal.net.client import Client
 from shoal.protocol.messages import Manifest
-from shoal.protocol.messages.relays import RelayEntry
+from shoal.protocol.messages.batches import RelayEntry
 from shoal.weights.fetch.chunks import Chunk, sized_chunks
 from shoal.weights.fetch.scheduler import WRONG_CHUNKS, SourceFault, SourceScheduler
 from shoal.weights.fetch.sources import ChunkSource, HttpSource, Passing, is_filling

@@ -31,10 +31,14 @@ from shoal.ledger.hints import (
     SILENT_REMEDY,
     split_remedy,
 )
-from shoal.monitors import host, learning, nodes
+from shoal.monitors import (
+    host,
+    learning,
+    nodes,
+)
 from shoal.monitors.alarms import AlarmChange
 from shoal.monitors.host import LEASED, UNLEASED
-from shoal.protocol.env_faults import REPLY_REFUSED
+from shoal.protocol.group_rewards import REPLY_REFUSED
 from shoal.protocol.rollout_validation import MODEL_REMEDY, ROOM_REMEDY
 from shoal.runs.run_status import RunStatus, SampleConversation, seconds_left
 from shoal.terminal import as_called

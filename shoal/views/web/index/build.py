@@ -29,7 +29,7 @@ from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed
 from shoal.protocol.algorithm_config import judged_by_trainer, step_credit_of, vine_of
-from shoal.protocol.env_faults import without_faults
+from shoal.protocol.group_rewards import without_faults
 from shoal.runs.evaluations import HeldOut
 from shoal.runs.event_rows import event_row, node_note, refusal_rows, verdict_row
 from shoal.runs.replay import RunReader, slot_of, standing_of
