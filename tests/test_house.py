@@ -22,7 +22,7 @@ BUDGETS = {
     "roles": Room(72, 13267, 7982),
     "sandbox": Room(14, 1962, 1118),
     "shoal": Room(12, 2561, 1266),
-    "train": Room(32, 3986, 2066),
+    "train": Room(32, 3994, 2070),
     "verification": Room(18, 1488, 763),
     "watch": Room(51, 8291, 4613),
     "weights": Room(24, 4239, 2283),
