@@ -28,6 +28,7 @@ from shoal.roles.worker.continuations import parents_of
 from shoal.roles.worker.worker import VersionExpired, Worker
 from tests.envs import rivals
 from tests.ledger.ledger_fixture import rules
+from tests.nightly import first_of
 from tests.roles.forgery import forged
 from tests.roles.in_memory_run import Town, tiny_run
 from tests.roles.test_session import refusal, saying
@@ -52,7 +53,7 @@ def bodies(town, kind):
     return [entry.body for entry in town.audit().entries if isinstance(entry.body, kind)]
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", first_of(3, 1))
 def test_any_number_of_workers_gives_the_bytes_of_one_file(tmp_path, single_file_weights, num_workers):
     town = Town(tmp_path / "run", vine_run())
     workers = [town.worker(f"worker-{i}") for i in range(num_workers)]

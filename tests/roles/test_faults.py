@@ -79,7 +79,9 @@ def test_with_lowest_a_run_learns_from_failed_rollouts_and_counts_them(tmp_path,
     ("completions", {"every": 2}, "environment faults: brittle fails on "),
     ("episodes", {"every": 0, "outside": 4}, OUTSIDE), ("completions", {"every": 0, "outside": 4}, OUTSIDE),
 ], ids=["raises", "raises-at-the-host", "outside", "outside-at-the-host"])  # fmt: skip
-@pytest.mark.parametrize("tasks", [(), (3,)], ids=["tasks", "one-task"])
+@pytest.mark.parametrize(
+    "tasks", [pytest.param((), id="tasks"), pytest.param((3,), id="one-task", marks=pytest.mark.slow)]
+)
 def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind, args, why, tasks, caplog):
     """If all of it is in one task, the sentence names the task. Where the host plays, its only validator is another's."""
     config = replace(brittle_run(kind, **args), validators=ValidatorsConfig(count=int(kind == "episodes")))

@@ -30,6 +30,7 @@ from shoal.run_folder import RunFolder, write_atomically
 from shoal.tree import from_tree
 from tests.envs import pile
 from tests.envs.conftest import FakeEngine
+from tests.nightly import first_of
 from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -45,7 +46,7 @@ def single_file_weights(tmp_path_factory):
     return one_file.train(tiny_run(), out, out.parent)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", first_of(3, 1))
 def test_completions_give_the_bytes_of_episodes_no_matter_who_serves(tmp_path, single_file_weights, num_workers):
     town = Town(tmp_path / "run", tiny_run(envs=HOSTED))
     workers = [town.worker(f"worker-{i}") for i in range(num_workers)]

@@ -26,6 +26,7 @@ from shoal.roles.coordinator.status import StatusBoard, batch_of
 from shoal.roles.node import engine_loader
 from shoal.roles.node.session import Session
 from tests.envs import musing, pile
+from tests.nightly import first_of
 from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -38,7 +39,7 @@ def single_file_weights(tmp_path_factory):
     return one_file.train(tiny_run(), out, out.parent)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", first_of(3, 1))
 def test_any_number_of_workers_gives_the_bytes_of_one_file(tmp_path, single_file_weights, num_workers):
     town = Town(tmp_path / "run", tiny_run())
     workers = [town.worker(f"worker-{i}") for i in range(num_workers)]
@@ -112,7 +113,7 @@ def test_a_mix_reports_the_reward_of_each_environment(tmp_path):
         assert line["reward_mean"] == pytest.approx(np.mean(rewards["easy"] + rewards["hard"]))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", first_of(1, 2))
 def test_a_lying_network_changes_nothing(tmp_path, single_file_weights, seed):
     town = Town(tmp_path / "run", tiny_run(), fault_rate=0.2, seed=seed)
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0"), town.worker("worker-1")))
@@ -120,7 +121,7 @@ def test_a_lying_network_changes_nothing(tmp_path, single_file_weights, seed):
     assert town.audit().findings == []
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
+@pytest.mark.parametrize("cheat", first_of(*CHEATS))
 def test_a_cheating_worker_earns_nothing_and_changes_nothing(tmp_path, single_file_weights, cheat):
     town = Town(tmp_path / "run", tiny_run())
     cheater, honest = town.worker("cheater", cheat), town.worker("honest")
@@ -360,7 +361,7 @@ THREE_LABELS = [
 FOLLOWING = {"curriculum": True, "window_groups": 4, "pools": True, "easy": 0.1, "hard": 0.05, "retire_after": 1}
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", first_of(3, 1))
 def test_draws_that_follow_solve_rates_give_the_bytes_of_one_file(tmp_path, num_workers):
     config = tiny_run(envs=THREE_LABELS, steps=4, difficulty=FOLLOWING)
     town = Town(tmp_path / "run", config)
