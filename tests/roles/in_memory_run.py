@@ -6,6 +6,7 @@ For story tests. Only the transport is replaced, so a seed gives the same faults
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,9 @@ from shoal.tree import from_tree
 from shoal.weights.manifest import weights_root
 from tests.net.faults import FaultyTransport
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import one_file
+
 URL = "http://coordinator"
 
 TINY = {
@@ -56,6 +60,11 @@ def tiny_run(**changes: object) -> RunConfig:
     for name, value in changes.items():
         tree[name] = {**tree[name], **value} if isinstance(value, dict) and name in tree else value  # type: ignore[dict-item]
     return from_tree(tree, RunConfig, "test")
+
+
+def weights_of_one_file(config: RunConfig, out: Path) -> str:
+    """The weights root of the same run in one file, without a network. Paths in the config are relative to the parent."""
+    return one_file.train(config, out, out.parent)
 
 
 class Town:

@@ -1,8 +1,6 @@
 """Runs that learn from continuations: the real roles over an in-memory network, honest and not."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -30,11 +28,8 @@ from tests.envs import rivals
 from tests.ledger.ledger_fixture import rules
 from tests.nightly import first_of
 from tests.roles.forgery import forged
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 from tests.roles.test_session import refusal, saying
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
 
 VINE = {"name": "composition", "credit": {"name": "vine", "continuations": 2, "every": 1, "most": 2}}
 
@@ -45,8 +40,7 @@ def vine_run(**changes):
 
 @pytest.fixture(scope="module")
 def single_file_weights(tmp_path_factory):
-    out = tmp_path_factory.mktemp("one") / "run"
-    return one_file.train(vine_run(), out, out.parent)
+    return weights_of_one_file(vine_run(), tmp_path_factory.mktemp("one") / "run")
 
 
 def bodies(town, kind):

@@ -1,7 +1,6 @@
 """Noise families in whole runs: the log names the family, every role samples or replays with it, and cheats are refused."""
 
 import asyncio
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,7 @@ from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES
 from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from tests.nightly import first_of
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 KEYED = (KEYED_32, KEYED_64)
 
@@ -35,9 +31,9 @@ def test_a_run_has_the_family_that_its_file_names(tmp_path: Path, family: str) -
     assert all(town.desk.state.members[worker.key].refused == 0 for worker in workers)
     assert town.audit().findings == []
     assert creation_of(town.folder.log).sampling.noise == family
-    assert town.weights() == one_file.train(config, tmp_path / "one", tmp_path)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
     other = tiny_run(steps=2, storage={"retain": "all"})
-    assert town.weights() != one_file.train(other, tmp_path / "other", tmp_path)
+    assert town.weights() != weights_of_one_file(other, tmp_path / "other")
     found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
     assert found.disagreements == [] and found.with_model > 0 and found.exit_code() == AGREE
 

@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import sqlite3
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -31,10 +29,7 @@ from shoal.tree import from_tree
 from tests.envs import pile
 from tests.envs.conftest import FakeEngine
 from tests.nightly import first_of
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 HOSTED = [{"name": "arithmetic", "kind": "completions"}]
 
@@ -42,8 +37,7 @@ HOSTED = [{"name": "arithmetic", "kind": "completions"}]
 @pytest.fixture(scope="module")
 def single_file_weights(tmp_path_factory):
     """Of a run in one process whose worker plays the environments."""
-    out = tmp_path_factory.mktemp("one") / "run"
-    return one_file.train(tiny_run(), out, out.parent)
+    return weights_of_one_file(tiny_run(), tmp_path_factory.mktemp("one") / "run")
 
 
 @pytest.mark.parametrize("num_workers", first_of(3, 1))
@@ -182,7 +176,7 @@ def test_two_of_three_workers_killed_during_500_episodes_of_several_turns_lose_n
     accepted = [entry.body for entry in town.audit().entries if isinstance(entry.body, GroupAccepted)]
     assert len(accepted) * town.config.rollouts.group_size >= 500
     config = tiny_run(envs=[{"name": pile.__file__}], **run)
-    assert weights == one_file.train(config, tmp_path / "one" / "run", tmp_path)
+    assert weights == weights_of_one_file(config, tmp_path / "one")
 
 
 def killed_twice(town, at, limit_s=110.0):

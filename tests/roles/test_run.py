@@ -2,10 +2,8 @@
 
 import asyncio
 import re
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,16 +25,12 @@ from shoal.roles.node import engine_loader
 from shoal.roles.node.session import Session
 from tests.envs import musing, pile
 from tests.nightly import first_of
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 
 @pytest.fixture(scope="module")
 def single_file_weights(tmp_path_factory):
-    out = tmp_path_factory.mktemp("one") / "run"
-    return one_file.train(tiny_run(), out, out.parent)
+    return weights_of_one_file(tiny_run(), tmp_path_factory.mktemp("one") / "run")
 
 
 @pytest.mark.parametrize("num_workers", first_of(3, 1))
@@ -68,8 +62,7 @@ def test_rollouts_with_several_rows_give_the_bytes_of_one_file(tmp_path):
             group = from_msgpack(data, t.Group)
             rows[group.env] = max(rows[group.env], *(len(rollout.rows()) for rollout in group.rollouts))
     assert rows == {"pile": 2, "musing": 3}
-    out = tmp_path / "one"
-    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
 
 
 TWO_OF_ONE_NAME = [
@@ -92,8 +85,7 @@ def test_two_environments_of_one_name_are_both_played_with_their_own_arguments(t
             opening = worker.seat.envs[group.env].reset(worker.seat.envs[group.env].task(group.task))[1][0]["content"]
             digits[group.env][max(map(len, re.findall(r"\d+", opening)))] += 1
     assert set(digits["easy"]) == {1} and 4 in digits["hard"]
-    out = tmp_path / "one"
-    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
 
 
 def test_a_mix_reports_the_reward_of_each_environment(tmp_path):
@@ -374,5 +366,4 @@ def test_draws_that_follow_solve_rates_give_the_bytes_of_one_file(tmp_path, num_
     assert any(change.weights for change in changes) and any(change.moved for change in changes)
     drawn = town.desk.state.main.solved
     assert {pool for record in drawn.values() for pool in record.pools.values()} == {"easy", "hard"}
-    out = tmp_path / "one"
-    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
