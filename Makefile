@@ -2,8 +2,8 @@
 #
 #   make demo     a whole run on this machine: workers and a cheater train a tiny model on Wordle
 #   make beyond   another: a tiny model that learned from a cautious player goes on with RL
-#   make test     the test suite, but for what make check has
-#   make test-quick  less than 90 seconds of it
+#   make test     the test suite, but for what make check has; what took its CPU-seconds goes to .cache/cpu_seconds.txt
+#   make test-quick  about a minute of it: the rules, the arithmetic and what is sent
 #   make test-slow   all tests, also those that take minutes, and make mutate for all rooms
 #   make mutate   take out each guard of some rooms: a test must fail. ROOMS="ledger net", ROOMS= (all) and K=a-name choose
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
@@ -27,14 +27,15 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c const
 CHECKS := tests/test_architecture.py tests/test_config.py tests/test_recipes.py $(wildcard tests/test_docs.py) \
 	tests/test_figures.py tests/test_names.py tests/test_site.py
 BENCHES := decode whole_system verify_cost detection toploc poisoning economics crowd connections curriculum kill_storm sandbox completions demo notebook page monitors
-# More threads per process would compete with the other processes of the same test.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# More threads per process would compete with the other processes of the same test. Compiled files are written even where the
+# environment forbids it: else each process of a run compiles all of shoal.
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # Files of tests run in three processes at a time: on two cores that is quickest, because tests of whole runs also wait.
 PARALLEL ?= -n 3 --dist loadfile
 
-# Whole runs, processes and attacks: most of the suite's time.
-LONG_TESTS := attacks benchmarks jobs launch roles test_api.py test_cli.py test_survival.py
+# What decides, computes and is sent, by itself: without whole runs, engines, sandboxes and simulations of many hours.
+QUICK_TESTS := $(addprefix tests/,algos golden ledger monitors net protocol verification weights) --ignore=tests/ledger/test_choosing.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo beyond test test-quick test-slow mutate sandbox prometheus browser foreign vllm check light docs bench clean
@@ -52,10 +53,10 @@ beyond: $(VENV)/.runs
 	@trap : INT; $(BIN)/shoal run recipes/stones.toml || { [ $$? = 130 ] && exit; exit 1; }; $(BIN)/python benchmarks/beyond.py --exact
 
 test: $(VENV)/.tests sandbox foreign
-	$(TEST) $(PARALLEL) $(addprefix --ignore=,$(CHECKS))
+	$(TEST) $(PARALLEL) -p tests.cpu_seconds --ignore=tests/benchmarks $(addprefix --ignore=,$(CHECKS))
 
-test-quick: $(VENV)/.tests sandbox
-	$(TEST) $(addprefix --ignore=tests/,$(LONG_TESTS))
+test-quick: $(VENV)/.tests
+	$(TEST) $(PARALLEL) $(QUICK_TESTS)
 
 test-slow: $(VENV)/.tests sandbox browser foreign
 	$(TEST) -m "slow or not slow"

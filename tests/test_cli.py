@@ -610,4 +610,8 @@ def test_a_folder_beside_the_run_file_is_an_environment_where_one_starts_the_run
         (EXAMPLES, tmp_path / "run.toml"),
     ):
         monkeypatch.chdir(folder)
-        demand_environments(load_run(Path(recipe), []), Path(recipe).parent)
+        config = load_run(Path(recipe), [])
+        demand_environments(config, Path(recipe).parent)
+        assert [env.name for env in config.envs] == ["./stones"]
+    with pytest.raises(ConfigError, match="moved"):
+        demand_environments(load_run(tmp_path / "run.toml", ["envs.0.name=./moved"]), tmp_path)

@@ -23,7 +23,7 @@ BUDGETS = {
     "runs": Room(13, 2953, 1638),
     "sandbox": Room(14, 1962, 1118),
     "shoal": Room(12, 2581, 1272),
-    "train": Room(32, 3985, 2065),
+    "train": Room(32, 3993, 2069),
     "verification": Room(9, 1430, 718),
     "views": Room(43, 7704, 4450),
     "weights": Room(21, 4513, 2428),

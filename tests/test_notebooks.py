@@ -63,12 +63,14 @@ def test_a_policy_is_trained_in_ten_lines():
     assert "train_here" in first and len([line for line in first.splitlines() if line.strip()]) <= 10
 
 
+@pytest.mark.slow
 def test_the_first_run_works(tmp_path):
     sums, _, vowels, after, own_loss = executed(ROOT / "docs/notebooks/first_run.ipynb", tmp_path, quick=True)
     assert "image/png" in sums and len(re.findall(r"\d+% of held-out sums are right", sums)) == 2
     assert "image/png" in vowels and "mean reward on held-out tasks: 0." in after and "image/png" in own_loss
 
 
+@pytest.mark.slow
 def test_the_anatomy_works(tmp_path):
     shown = executed(ROOT / "docs/notebooks/anatomy.ipynb", tmp_path, quick=True)
     whole = "\n".join(shown)

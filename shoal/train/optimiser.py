@@ -15,10 +15,12 @@ the same as float32.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from shoal.config import TrainConfig
 from shoal.train.adamw8 import BLOCK, EightBitValues, Moments8, adamw8, no_moments
@@ -29,6 +31,9 @@ CPU = torch.device("cpu")
 
 PIECE_VALUES = 1 << 20
 """Values of a matrix whose 8-bit moments exist as float32 at a time: a few MB each. A multiple of BLOCK."""
+
+
+_adamw = partial(adamw, fused=True, amsgrad=False, maximize=False, eps=1e-8)
 
 
 class Moments(Protocol):
@@ -96,36 +101,39 @@ class Optimiser:
 
 
 class FloatMoments:
-    """Moments in float32, with torch's fused step. They are made at the start, so that a state is always complete."""
+    """Moments in float32, with torch's fused step. They are made at the start, so that a state is always complete.
+
+    `torch.optim.AdamW` takes the same steps, but a process that makes one imports `torch._dynamo`, for seconds."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
-        self._weights = weights
-        matrices = [p for p in weights.values() if p.ndim >= 2]
-        vectors = [p for p in weights.values() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-        for weight in weights.values():
-            self._adamw.state[weight] = {
-                "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                "exp_avg": torch.zeros_like(weight),
-                "exp_avg_sq": torch.zeros_like(weight),
-            }
+        self._weights, self._config = weights, config
+        self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
+        self._steps = {name: torch.zeros((), device=w.device) for name, w in weights.items()}
 
+    @torch.no_grad()
     def step(self, lr: float) -> None:
         """See `Moments`."""
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
+        learned = {name: weight for name, weight in self._weights.items() if weight.grad is not None}
+        self._step(
+            {name: weight for name, weight in learned.items() if weight.ndim >= 2}, lr, self._config.weight_decay
+        )
+        self._step({name: weight for name, weight in learned.items() if weight.ndim < 2}, lr, 0.0)
+
+    def _step(self, weights: Mapping[str, nn.Parameter], lr: float, decay: float) -> None:
+        m, r = ([self._moments[name][kind] for name in weights] for kind in (0, 1))
+        config, steps = self._config, [self._steps[name] for name in weights]
+        values, gradients = list[Tensor](weights.values()), [w.grad for w in weights.values() if w.grad is not None]
+        _adamw(values, gradients, m, r, [], steps, lr=lr, weight_decay=decay, beta1=config.beta1, beta2=config.beta2)
 
     def of(self, name: str) -> dict[str, Tensor]:
         """See `Moments`."""
-        held = self._adamw.state[self._weights[name]]
-        return {"adam.m": held["exp_avg"], "adam.v": held["exp_avg_sq"]}
+        m, r = self._moments[name]
+        return {"adam.m": m, "adam.v": r}
 
     def count(self, updates: int) -> None:
         """See `Moments`."""
-        for held in self._adamw.state.values():
-            held["step"].fill_(float(updates))
+        for step in self._steps.values():
+            step.fill_(float(updates))
 
 
 class ByteMoments:

@@ -92,9 +92,11 @@ def drop_by_drop(path: str) -> Change:
 
 
 def packed(path: str) -> Change:
-    body = gzip.compress(bytes(1 << 30), 1)[: 1 << 19]
-    headers = {"content-encoding": "gzip"}
-    return lambda host: host.answers.update({path: lambda: Response(body, headers=headers)})
+    def answer() -> Response:
+        body = gzip.compress(bytes(1 << 27), 1)[: 1 << 19]
+        return Response(body, headers={"content-encoding": "gzip"})
+
+    return lambda host: host.answers.update({path: answer})
 
 
 def long_refusal(host: HostileHost) -> None:

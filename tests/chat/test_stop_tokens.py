@@ -18,8 +18,8 @@ from shoal.models.checkpoint import load_policy, save_policy, snapshot
 from shoal.models.config import ARCHITECTURES, ModelConfig, write_json
 from shoal.models.random_model import TURN_ENDS, make_tiny, tiny_spec
 from shoal.protocol.constants import MAX_JSON_BYTES
-from tests.chat.test_templates import CALL, RESULT, TOOLS, WITHOUT_CALLS
-from tests.models.templates import ADD, NAMES, directory_of, end_of, renderer_of, spell, tokenizer_of
+from tests.chat.test_templates import CALL, RESULT, TOOLS
+from tests.models.templates import ADD, NAMES, WITHOUT_CALLS, directory_of, end_of, renderer_of, spell, tokenizer_of
 
 BESIDE = {
     "diffusion_gemma": {"<|tool_response>"}, "gemma4": {"<|tool_response>"}, "gemma4_v3": {"<|tool_response>"},

@@ -17,7 +17,7 @@ from shoal.chat.template import Template, _Day
 from shoal.chat.template_capabilities import MARK
 from shoal.errors import StateError
 from shoal.models.chat_template_files import TemplateSource
-from tests.models.templates import ADD, FOLDER, NAMES, directory_of, renderer_of, spell
+from tests.models.templates import ADD, FOLDER, NAMES, WITHOUT_CALLS, WITHOUT_RESULTS, directory_of, renderer_of, spell
 
 SYSTEM, USER = {"role": "system", "content": "BE BRIEF"}, {"role": "user", "content": "WHAT IS IT"}
 TOOLS: dict[str, Any] = {"tools": [ADD]}
@@ -28,10 +28,6 @@ CALL = {
 }
 RESULT = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "TOOLRESULT"}
 
-WITHOUT_RESULTS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
-"""Templates that refuse tool results, or do not show them."""
-WITHOUT_CALLS = WITHOUT_RESULTS | {"deepseek_r1_distill", "idefics3", "lfm2", "llama3", "qwen2_5_vl", "smolvlm"}
-"""Templates that show no tool calls. A policy may write them as text."""
 DROPPING = {
     "deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5",
     "glm4moe", "gptoss", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl", "nemotron_3_5_lightning", "nemotron_3_nano",

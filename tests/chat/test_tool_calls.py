@@ -11,7 +11,7 @@ from shoal.chat.messages import MAX_CALLS
 from shoal.chat.tool_calls import PARSERS, parse, reasoning_length
 from shoal.env import Action, ToolCall
 from shoal.envs.lint import HOSTILE
-from tests.models.templates import NAMES, renderer_of
+from tests.models.templates import NAMES, WITHOUT_CALLS, WITHOUT_THOUGHT, renderer_of
 
 ARGUMENTS: dict[str, Any] = {
     "a": 3, "x": -2.5, "yes": True, "none": None, "text": 'it\'s "so",\n{odd} [1] <b>',
@@ -35,18 +35,19 @@ PROBE = {
     },
 }
 NOTATIONS = (*PARSERS, "harmony", "atem", "")
-WITH_CALLS = [name for name in NAMES if renderer_of(name)._dialect.calls]
+WITH_CALLS = [name for name in NAMES if name not in WITHOUT_CALLS]
 LOSSY = {"lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"}
 """These put a quote into a text without a sign that it does not end it."""
 
 
 def test_every_template_that_shows_calls_has_a_notation() -> None:
-    assert len(WITH_CALLS) == 28 and {renderer_of(name).notation for name in WITH_CALLS} <= {
-        *PARSERS,
-        "harmony",
-        "atem",
-    }
-    assert all(renderer_of(name).notation for name in WITH_CALLS)
+    assert [name for name in NAMES if renderer_of(name)._dialect.calls] == WITH_CALLS
+    assert {renderer_of(name).notation for name in WITH_CALLS} <= {*PARSERS, "harmony", "atem"}
+
+
+def test_templates_show_thoughts_but_for_some() -> None:
+    shown = [name for name in NAMES if renderer_of(name)._dialect.reasoning and not name.endswith("_nothink")]
+    assert shown == [name for name in NAMES if name not in WITHOUT_THOUGHT]
 
 
 def turn_of(name: str, *calls: dict[str, Any], content: str = "", reasoning: str = "") -> str:
@@ -65,9 +66,6 @@ def test_a_call_that_a_template_renders_is_read_back(name: str) -> None:
     assert (action.problems, action.reasoning, action.visible) == ((), "", "")
 
 
-THINKING = [name for name in NAMES if renderer_of(name)._dialect.reasoning and not name.endswith("_nothink")]
-"""Templates that show a thought, and whose prompt does not close it."""
-
 ONE_CALL = {"llama3_1", "llama3_2", "gptoss", "deepseek_r1_distill"}
 
 
@@ -77,7 +75,7 @@ def test_several_calls_are_read_in_order(name: str) -> None:
     assert found.tool_calls == tuple(ToolCall("probe.it", call) for call in ({"a": 1}, {"a": 2}, {}))
 
 
-@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_THOUGHT])
 def test_reasoning_that_a_template_renders_is_read_back(name: str) -> None:
     if name in ("gemma4", "gemma4_v3", "gemma4_v4"):
         text = turn_of(name, {"a": 1}, reasoning="HM, SO")  # they show it beside calls only
@@ -197,7 +195,7 @@ def test_an_action_is_a_text_to_an_environment_that_wants_no_more() -> None:
     assert (action.reasoning, action.visible, action.tool_calls[0].name) == ("hm", "", "f")
 
 
-@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_THOUGHT])
 def test_the_tokens_of_a_turn_are_cut_where_its_reasoning_ends(name: str) -> None:
     renderer = renderer_of(name)
     message = {"role": "assistant", "content": "vier ✓", "reasoning_content": "HM, ✓ SO"}

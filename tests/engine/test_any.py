@@ -33,10 +33,15 @@ from shoal.train.rows import TrainingRow
 from shoal.weights.manifest import weights_root
 from tests.engine.architectures import ARCHITECTURES, MIXTURES, write_any, write_config
 from tests.engine.claims import claims_of
+from tests.nightly import first_of
 
 STOPS = frozenset({5})
 IDS = torch.tensor([[7, 8, 9]])
 every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+each_kind = pytest.mark.parametrize(
+    "name", first_of("llama", "mistral, sliding", "gemma3", "gpt2", "cohere", "olmoe", *ARCHITECTURES, num=6)
+)
+"""One of each kind of layer; all of them in slow tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +130,7 @@ def test_our_engine_replays_what_transformers_sampled_and_writes_it_again(
         assert torch.allclose(_peer(models[name])(ids).logits, _peer(tmp_path / "ours")(ids).logits, atol=1e-5)
 
 
-@every_architecture
+@each_kind
 def test_honest_turns_replay_in_other_batches_without_gaps(name: str, models: dict[str, Path]) -> None:
     engine, requests = _engine(models[name]), _requests()
     together = claims_of(requests, engine.extend(requests, 1.0))
@@ -139,7 +144,7 @@ def test_honest_turns_replay_in_other_batches_without_gaps(name: str, models: di
     assert np.mean(np.concatenate([s.gaps_P for s in engine.score(other, 1.0)]) > 1e-3) > 0.2
 
 
-@every_architecture
+@each_kind
 def test_the_learner_sees_what_the_engine_saw_and_transformers_opens_what_it_learned(
     name: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -471,7 +476,7 @@ def test_a_version_is_not_loaded_while_the_engine_is_at_work(models: dict[str, P
     assert engine.version == 1
 
 
-@every_architecture
+@each_kind
 def test_honest_bfloat16_replays_with_few_and_small_gaps(name: str, models: dict[str, Path]) -> None:
     """In a mixture of experts, a token near the border of two of them may go to the other one, and change its logits."""
     large = 0.03 if name in MIXTURES else 0.003

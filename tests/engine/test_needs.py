@@ -76,7 +76,7 @@ SHAPES = {
     ),
     "many rollouts": (dict(width=128, layers=2, heads=4, kv_heads=4, mlp_width=256, vocab_size=64), (256, 20, 200)),
 }
-LONG = ("many codes", "long prompts")
+LONG = ("many codes", "long prompts", "many words", "large adapter")
 """These take most of the time. The slow tests have them."""
 
 

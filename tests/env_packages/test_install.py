@@ -391,11 +391,11 @@ def test_pip_dies_with_the_installation(tmp_path: Path, wheels: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from shoal.env_packages import lock as wheels\n"
         "wheels._PIP = wheels._PIP.replace(\"runpy.run_module('pip', run_name='__main__')\", "
-        "\"import os, time; print(os.getpid(), flush=True, file=open('/proc/self/fd/2', 'w')); time.sleep(60)\")\n"
+        "\"import os, time; print(os.getpid(), flush=True, file=open('/proc/self/fd/2', 'w')); time.sleep(600)\")\n"
         "wheels.download([], Path(sys.argv[1]), max_bytes=1 << 20)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")])
-    said, until = tmp_path / "out" / "errors", time.monotonic() + 20
+    said, until = tmp_path / "out" / "errors", time.monotonic() + 120
     while not (said.exists() and said.read_text().endswith("\n")):
         assert time.monotonic() < until
         time.sleep(0.02)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -44,37 +45,44 @@ def admin(folder: Path, *args: str) -> str:
     return subprocess.run([*SHOAL, "admin", *args], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-def test_a_stranger_joins_sees_what_was_accepted_and_leaves(tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(RUN_FILE)
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """The folder and the URL of a host whose run is longer than the tests that visit it. It is stopped by Ctrl-C."""
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "small.toml").write_text(RUN_FILE)
     values = ("steps=4000", "eval.episodes=0", "workers.cheating=0")
-    host = begin(tmp_path, "host", "host", "small.toml", *(word for value in values for word in ("--set", value)))
-    worker = None
+    host = begin(folder, "host", "host", "small.toml", *(word for value in values for word in ("--set", value)))
     try:
-        url = said(tmp_path, "host", r"shoal join (http://127\.0\.0\.1:\d+)\n")
-        log = ("--log", "worker.jsonl")
-        worker = begin(tmp_path, "worker", "join", url, "--threads", "1", "--name", "stranger", *log)
-        said(tmp_path, "worker", r"joined run=small as=stranger")
-        said(tmp_path, "worker", r"accepted groups=\d+ credits=\+\d+")
-
-        assert "The run is paused" in admin(tmp_path, "pause", "runs/small")
-        said(tmp_path, "worker", r"waiting reason='.*paused")
-        key_file = str(tmp_path / "runs" / "small" / "keys" / "run.key")
-        assert "The run is running" in admin(tmp_path, "resume", url, "--key", key_file)
-
-        worker.send_signal(signal.SIGINT)
-        assert worker.wait(timeout=60) == 0, said(tmp_path, "worker", "(?s).*")
-        said(tmp_path, "worker", r"left credits=[1-9]\d* accepted=[1-9]\d* refused=0")
-        kept = [json.loads(line) for line in (tmp_path / "worker.jsonl").read_text().splitlines()]
-        assert {line["role"] for line in kept} == {"worker"}
-        assert any(line["message"].startswith("left credits=") for line in kept)
+        yield folder, said(folder, "host", r"shoal join (http://127\.0\.0\.1:\d+)\n")
         host.send_signal(signal.SIGINT)
         assert host.wait(timeout=60) == 130
-        said(tmp_path, "host", "The same command resumes the run")
+        said(folder, "host", "The same command resumes the run")
     finally:
-        for process in (worker, host):
-            if process is not None:
-                process.kill()
-                process.wait()
+        host.kill()
+        host.wait()
+
+
+def test_a_stranger_joins_sees_what_was_accepted_and_leaves(hosted: tuple[Path, str]) -> None:
+    folder, url = hosted
+    worker = begin(folder, "worker", "join", url, "--threads", "1", "--name", "stranger", "--log", "worker.jsonl")
+    try:
+        said(folder, "worker", r"joined run=small as=stranger")
+        said(folder, "worker", r"accepted groups=\d+ credits=\+\d+")
+
+        assert "The run is paused" in admin(folder, "pause", "runs/small")
+        said(folder, "worker", r"waiting reason='.*paused")
+        key_file = str(folder / "runs" / "small" / "keys" / "run.key")
+        assert "The run is running" in admin(folder, "resume", url, "--key", key_file)
+
+        worker.send_signal(signal.SIGINT)
+        assert worker.wait(timeout=60) == 0, said(folder, "worker", "(?s).*")
+        said(folder, "worker", r"left credits=[1-9]\d* accepted=[1-9]\d* refused=0")
+        kept = [json.loads(line) for line in (folder / "worker.jsonl").read_text().splitlines()]
+        assert {line["role"] for line in kept} == {"worker"}
+        assert any(line["message"].startswith("left credits=") for line in kept)
+    finally:
+        worker.kill()
+        worker.wait()
 
 
 COUNTING = """
@@ -121,57 +129,49 @@ def test_strangers_that_have_nothing_of_it_train_on_the_hosts_own_file(tmp_path:
 
 @pytest.mark.parametrize("named", ["option", pytest.param("environment", marks=pytest.mark.slow)])
 def test_a_worker_behind_a_forward_proxy_joins_and_works(
-    tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
+    hosted: tuple[Path, str], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "small.toml").write_text(RUN_FILE)
-    host = begin(tmp_path, "host", "host", "small.toml", "--set", "eval.episodes=0", "--set", "steps=4000")
-    worker = None
-    try:
-        url = said(tmp_path, "host", r"shoal join (http://127\.0\.0\.1:\d+)\n")
-        with forward_proxy() as proxy:
-            given = f"http://127.0.0.1:{proxy.port}"
-            if named == "environment":
-                monkeypatch.setenv("HTTP_PROXY", given)
-                monkeypatch.delenv("NO_PROXY", raising=False)
-                given = "env"
-            worker = begin(tmp_path, "worker", "join", url, "--threads", "1", "--proxy", given)
-            said(tmp_path, "worker", r"accepted groups=\d+ credits=\+\d+")
+    folder, url = hosted
+    with forward_proxy() as proxy:
+        given = f"http://127.0.0.1:{proxy.port}"
+        if named == "environment":
+            monkeypatch.setenv("HTTP_PROXY", given)
+            monkeypatch.delenv("NO_PROXY", raising=False)
+            given = "env"
+        worker = begin(folder, f"proxied-{named}", "join", url, "--threads", "1", "--proxy", given)
+        try:
+            said(folder, f"proxied-{named}", r"accepted groups=\d+ credits=\+\d+")
             worker.send_signal(signal.SIGINT)
-            assert worker.wait(timeout=60) == 0, said(tmp_path, "worker", "(?s).*")
-            places = [place for _, place in proxy.asked]
-        origin = json.loads((tmp_path / "runs/small/origin.json").read_text())["port"]
-        assert places.count(url.removeprefix("http://")) > 5 and f"127.0.0.1:{origin}" in places, "and the weights, too"
-    finally:
-        for process in (worker, host):
-            if process is not None:
-                process.kill()
-                process.wait()
+            assert worker.wait(timeout=60) == 0, said(folder, f"proxied-{named}", "(?s).*")
+        finally:
+            worker.kill()
+            worker.wait()
+        places = [place for _, place in proxy.asked]
+    origin = json.loads((folder / "runs/small/origin.json").read_text())["port"]
+    assert places.count(url.removeprefix("http://")) > 5 and f"127.0.0.1:{origin}" in places, "and the weights, too"
 
 
-def test_two_strangers_wait_to_be_admitted_and_judge_together(tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(RUN_FILE)
-    host = begin(tmp_path, "host", "host", "small.toml", "--set", "eval.episodes=0")
-    judges: list[subprocess.Popen[bytes]] = []
+def test_two_strangers_wait_to_be_admitted_and_judge_together(hosted: tuple[Path, str]) -> None:
+    folder, url = hosted
+    judges = {"one": begin(folder, "one", "validate", url, "--threads", "1", "--name", "anna")}
+    judges["two"] = begin(folder, "two", "validate", url, "--threads", "1")
     try:
-        url = said(tmp_path, "host", r"shoal join (http://127\.0\.0\.1:\d+)\n")
-        judges += [begin(tmp_path, "one", "validate", url, "--threads", "1", "--name", "anna")]
-        judges += [begin(tmp_path, "two", "validate", url, "--threads", "1")]
-        keys = [said(tmp_path, name, r"Send the host this key:\n.* ([0-9a-f]{64})\n") for name in ("one", "two")]
-        said(tmp_path, "one", r"The host types, .*: shoal admin admit RUN_DIR KEY")
-        assert all(judge.poll() is None for judge in judges)
-        assert "two validators" not in admin(tmp_path, "admit", "runs/small", *keys)
-        for name in ("one", "two"):
-            said(tmp_path, name, "joined run=small")
+        keys = [said(folder, name, r"Send the host this key:\n.* ([0-9a-f]{64})\n") for name in judges]
+        said(folder, "one", r"The host types, .*: shoal admin admit RUN_DIR KEY")
+        assert all(judge.poll() is None for judge in judges.values())
+        assert "two validators" not in admin(folder, "admit", "runs/small", *keys)
+        for name in judges:
+            said(folder, name, "joined run=small")
         nodes = msgspec.json.decode(httpx.get(f"{url}/v1/nodes").content, type=list[NodeState])
         names = {node.key: node.name for node in nodes if node.role == "validator"}
         assert names[keys[0]] == "anna" and names[keys[1]] == platform.node() and len(names) == 3
-        for judge in judges:
+        for judge in judges.values():
             judge.send_signal(signal.SIGINT)
             assert judge.wait(timeout=60) == 0
     finally:
-        for process in (*judges, host):
-            process.kill()
-            process.wait()
+        for judge in judges.values():
+            judge.kill()
+            judge.wait()
 
 
 def test_a_signal_ends_a_node_that_is_still_looking_for_its_run(tmp_path: Path) -> None:
@@ -181,19 +181,15 @@ def test_a_signal_ends_a_node_that_is_still_looking_for_its_run(tmp_path: Path) 
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"  # bound, but nobody listens
         commands = {"join": ["--threads", "1"], "validate": ["--threads", "1"], "train": ["--run-dir", "run"]}
-        nodes = {
-            (command, number): begin(tmp_path, f"{command}-{number.name}", command, url, *args)
-            for command, args in commands.items()
-            for number in (signal.SIGINT, signal.SIGTERM)
-            if (command, number) != ("train", signal.SIGINT)  # one trainer to a folder
-        }
+        nodes = {command: begin(tmp_path, command, command, url, *args) for command, args in commands.items()}
         try:
-            for (command, number), process in nodes.items():
-                name = f"{command}-{number.name}"
-                said(tmp_path, name, f"waiting for {url} .*Check that it is running.* It asks again; Ctrl-C ends it")
+            for (command, process), number in zip(
+                nodes.items(), (signal.SIGINT, signal.SIGTERM, signal.SIGTERM), strict=True
+            ):
+                said(tmp_path, command, f"waiting for {url} .*Check that it is running.* It asks again; Ctrl-C ends it")
                 process.send_signal(number)
                 assert process.wait(timeout=30) == 0
-                assert "stopped before" in (tmp_path / f"{name}.txt").read_text().splitlines()[-1]
+                assert "stopped before" in (tmp_path / f"{command}.txt").read_text().splitlines()[-1]
         finally:
             for process in nodes.values():
                 process.kill()

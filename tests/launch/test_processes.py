@@ -78,6 +78,7 @@ def wait_for_the_end_of_all(folder: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_one_of_two_processes_was_killed(tmp_path: Path) -> None:
     run = start(tmp_path, 2, 3)
     wait_for("a first step", lambda: steps_done(tmp_path) >= 1, run)

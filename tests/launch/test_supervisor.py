@@ -37,7 +37,7 @@ from shoal.views.terminal.live_view import LiveView, render
 from shoal.views.terminal.watch_command import FolderWatch
 from tests.roles.in_memory_run import Town
 
-STEPS = "steps = 30"
+STEPS = "steps = 12"
 """Enough to be still running when a second `shoal run` gives up."""
 
 RUN_FILE = """
@@ -67,7 +67,7 @@ cheating = 1
 [eval]
 episodes = 32
 [storage]
-checkpoint_every = 30
+checkpoint_every = 12
 """.replace("STEPS", STEPS)
 
 
@@ -122,7 +122,7 @@ def test_run_is_stopped_killed_resumed_and_ends_with_a_summary(tmp_path: Path) -
     fewer = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml", "--set", "steps=1"]
     for _ in range(2):  # the second start does not repeat what the first one logged
         refused = subprocess.run(fewer, cwd=tmp_path, capture_output=True, text=True)
-        assert refused.returncode == 2 and "of steps = 30: it would end at once" in refused.stderr
+        assert refused.returncode == 2 and "of steps = 12: it would end at once" in refused.stderr
         assert (refused.stdout + refused.stderr).count("it would end at once") == 1 and "step 1/" not in refused.stdout
         assert "type `shoal admin drain runs/small`" in refused.stderr
 
@@ -150,7 +150,7 @@ def check_end(folder: Path, said: str) -> None:
     for when in ("before", "after"):
         found = summary["heldout"][when]
         assert found["episodes"] == 32 and found["low95"] <= found["mean"] <= found["high95"]
-    assert summary["steps"] == 30 and summary["accepted"] > 0 and len(summary["weights_hash"]) == 64
+    assert summary["steps"] == 12 and summary["accepted"] > 0 and len(summary["weights_hash"]) == 64
     honest, cheater = summary["credits"]["worker-0"], summary["credits"]["cheater-0"]
     assert honest["role"] == "honest" and honest["credits"] == summary["tokens"] > 0
     assert cheater == {"credits": 0, "role": "cheating"}
@@ -378,7 +378,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was_and_a_watch_follows_one_that_
     assert result.returncode == 2, result.stdout
     assert folder.run_file.read_bytes() == before and not folder.start_file.exists()
     folder.prepare(load_run(run_file, ["steps=9"]), tmp_path)
-    assert asyncio.run(watched.look()).steps == 30 and folder.start_config().steps == 9
+    assert asyncio.run(watched.look()).steps == 12 and folder.start_config().steps == 9
     folder.take_start()
     assert asyncio.run(watched.look()).steps == 9 and folder.start_config().steps == 9
 
@@ -398,7 +398,7 @@ def test_a_resume_deletes_what_was_kept_only_where_set_says_so(
     folder.summary.write_text("{}")  # it has ended
     folder.prepare(load_run(run_file), tmp_path)
     assert folder.start_config().storage.retain == "all" and not caplog.messages
-    folder.prepare(load_run(run_file), tmp_path, overrides=["storage.retain=window", "steps=30"])
+    folder.prepare(load_run(run_file), tmp_path, overrides=["storage.retain=window", "steps=12"])
     (line,) = caplog.messages
     assert folder.start_config().storage.retain == "all" and "--set storage.retain=window changes" in line
 

@@ -19,6 +19,16 @@ from shoal.models.random_model import tiny_spec
 FOLDER = Path(__file__).parent.parent / "data" / "chat_templates"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
+WITHOUT_RESULTS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
+"""Templates that refuse tool results, or do not show them."""
+WITHOUT_CALLS = WITHOUT_RESULTS | {"deepseek_r1_distill", "idefics3", "lfm2", "llama3", "qwen2_5_vl", "smolvlm"}
+"""Templates that show no tool calls. A policy may write them as text."""
+WITHOUT_THOUGHT = WITHOUT_CALLS | {
+    "deepseekv3", "gemma4_v2", "lfm2_v2", "llama3_1", "llama3_2", "qwen2_5", "qwen3_5_nothink", "qwen3_instruct_2507",
+    "qwen3_vl",
+}  # fmt: skip
+"""Templates that show no thought, or whose prompt closes it."""
+
 CONTROL = re.compile(
     r"<\|[a-zA-Z_\"]+\|?>|<[a-z_]+\|>|<｜[^｜\s]+｜>|\[gMASK\]|<sop>|<(?:start|end)_of_turn>|<end_of_utterance>|</s>"
 )

@@ -6,6 +6,7 @@ For story tests. Only the transport is replaced, so a seed gives the same faults
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +38,9 @@ from shoal.tree import from_tree
 from shoal.weights.manifest import weights_root
 from tests.net.faults import FaultyTransport
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import one_file
+
 URL = "http://coordinator"
 
 TINY = {
@@ -65,6 +69,11 @@ def stranger(role: Worker | Validator, **limits: int) -> Worker | Validator:
     """A node as a person starts it, not the launcher."""
     role.node.options = msgspec.structs.replace(role.node.options, run_dir="", **limits)
     return role
+
+
+def weights_of_one_file(config: RunConfig, out: Path) -> str:
+    """The weights root of the same run in one file, without a network. Paths in the config are relative to the parent."""
+    return one_file.train(config, out, out.parent)
 
 
 class Town:

@@ -46,6 +46,7 @@ from shoal.roles.auditor.verify_log import audit_folder, replay_log
 from shoal.runs import public_run
 from shoal.runs.public_run import FolderRun, UrlRun
 from shoal.weights.fetch import fetch
+from tests.nightly import first_of
 from tests.roles.forgery import bodies, forged
 from tests.roles.in_memory_run import URL, Town, tiny_run
 
@@ -170,7 +171,7 @@ class Hurried(UrlRun):
         return await super().newer(after) if self.asked > 1 else []
 
 
-@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("silent", first_of(False, True))
 def test_what_a_live_run_deletes_while_a_sample_is_read_is_drawn_again(tmp_path, silent):
     town = Town(tmp_path / "run", tiny_run(steps=6, storage={"window_steps": 1}))
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
@@ -602,7 +603,7 @@ def test_an_edited_body_is_found_and_named(copy):
     assert target.digest[:12] in found.disagreements[0] and "edited or damaged" in found.disagreements[0]
 
 
-@pytest.mark.parametrize("lie", ["seed", "task"])
+@pytest.mark.parametrize("lie", first_of("seed", "task"))
 def test_a_lease_that_was_not_drawn_from_the_chain_is_found_once_the_link_is_revealed(tmp_path, lie):
     """The host gives a worker of its choice another seed or task, and its own validator accepts it."""
     town = Town(tmp_path / "run", tiny_run(steps=1))

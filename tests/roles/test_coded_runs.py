@@ -72,7 +72,8 @@ def test_a_run_over_codes_learns_is_verified_and_merged(tmp_path: Path) -> None:
     assert torch.allclose(*logits, atol=1e-4) and not is_coded(tmp_path / "merged")
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trainer_that_is_killed_comes_back_to_the_same_root(tmp_path: Path, dtype: str) -> None:
     changes = {"policy": CODED["policy"] | {"dtype": dtype}, "steps": 3}
     unbroken = lived(tmp_path / "unbroken", **changes).weights()

@@ -1,9 +1,7 @@
 """The host plays environments whose rollouts have several rows, settings, or a comparison of siblings."""
 
 import asyncio
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -15,10 +13,7 @@ from shoal.protocol.encoding import from_msgpack
 from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
 from shoal.runs.public_run import FolderRun
 from tests.envs import musing, pile, rivals
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 ENVS = [
     {"name": pile.__file__},
@@ -58,5 +53,4 @@ def test_rows_settings_and_comparisons_give_the_bytes_of_episodes(tmp_path):
     assert rewards["rivals"] == {0.0, 1.0}
     found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
     assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
-    out = tmp_path / "one"
-    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")

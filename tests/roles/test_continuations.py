@@ -1,8 +1,6 @@
 """Runs that learn from continuations: the real roles over an in-memory network, honest and not."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -28,12 +26,10 @@ from shoal.roles.worker.worker import VersionExpired, Worker
 from shoal.runs.public_run import FolderRun
 from tests.envs import rivals
 from tests.ledger.ledger_fixture import rules
+from tests.nightly import first_of
 from tests.roles.forgery import forged
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 from tests.roles.test_session import refusal, saying
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
 
 VINE = {"name": "composition", "credit": {"name": "vine", "continuations": 2, "every": 1, "most": 2}}
 
@@ -44,15 +40,14 @@ def vine_run(**changes):
 
 @pytest.fixture(scope="module")
 def single_file_weights(tmp_path_factory):
-    out = tmp_path_factory.mktemp("one") / "run"
-    return one_file.train(vine_run(), out, out.parent)
+    return weights_of_one_file(vine_run(), tmp_path_factory.mktemp("one") / "run")
 
 
 def bodies(town, kind):
     return [entry.body for entry in town.audit().entries if isinstance(entry.body, kind)]
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", first_of(3, 1))
 def test_any_number_of_workers_gives_the_bytes_of_one_file(tmp_path, single_file_weights, num_workers):
     town = Town(tmp_path / "run", vine_run())
     workers = [town.worker(f"worker-{i}") for i in range(num_workers)]

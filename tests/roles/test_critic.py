@@ -2,18 +2,13 @@
 
 import asyncio
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from shoal.ledger.batches import GroupAccepted
 from shoal.metrics import read_metrics
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 CRITIC = {
     "algorithm": {"name": "ppo", "advantage": "gae"},
@@ -24,9 +19,9 @@ CRITIC = {
 
 def test_a_run_with_a_critic_has_the_bytes_of_one_file_and_learns_from_every_group(tmp_path):
     config = tiny_run(train=CRITIC)
-    town, out = Town(tmp_path / "run", config), tmp_path / "one"
+    town = Town(tmp_path / "run", config)
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
-    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
     lines = read_metrics(town.folder.metrics)
     assert ["loss" in line for line in lines] == [False, True, True] and all(line["value_loss"] > 0 for line in lines)
     accepted = [entry.body for entry in town.audit().entries if isinstance(entry.body, GroupAccepted)]

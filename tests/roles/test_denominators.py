@@ -2,17 +2,13 @@
 
 import asyncio
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 
 from shoal.engine.native import LocalEngine
 from shoal.metrics import read_metrics
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.nightly import first_of
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 
 class Muting(LocalEngine):
@@ -28,16 +24,18 @@ class Muting(LocalEngine):
 COARSE = {"dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize(("dtype", "trained_in"), [("bfloat16", ""), ("bfloat16", "bfloat16"), ("float32", "")])
+@pytest.mark.parametrize(
+    ("dtype", "trained_in"), first_of(("bfloat16", ""), ("float32", ""), ("bfloat16", "bfloat16"), num=2)
+)
 def test_false_claims_within_the_bounds_change_no_byte_of_a_coarse_run(tmp_path, dtype, trained_in):
     train = {"dtype": trained_in, "moments": "8bit" if trained_in else "float32"}
     config = tiny_run(policy={"dtype": dtype}, verify={"audit_rate": 1.0}, train=train)
-    town, out = Town(tmp_path / "run", config), tmp_path / "one"
+    town = Town(tmp_path / "run", config)
     liar, honest = town.worker("liar"), town.worker("honest")
     if dtype == "bfloat16":
         liar.node.make_engine = lambda dtype: Muting(threads=1, dtype=dtype)
     asyncio.run(town.live(town.trainer(), town.validator(), liar, honest))
-    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
     assert town.desk.state.members[liar.key].accepted > 0 and town.audit().findings == []
     computed = ["denominators_s" in line for line in read_metrics(town.folder.metrics)]
     assert computed == [dtype == "bfloat16"] * 3

@@ -1,9 +1,7 @@
 """Whole runs whose environment fails on some answers: the same bytes, and pauses."""
 
 import asyncio
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,10 +22,7 @@ from shoal.roles.coordinator.status import StatusBoard, batch_of
 from shoal.roles.coordinator.verdicts import MAX_REPORTED, _demand_recorded_faults, _is_new
 from shoal.roles.node.session import SOONEST_S
 from tests.envs import brittle
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 OUTSIDE = "environment faults: brittle gives a score of 2.0, outside its reward_bounds"
 
@@ -44,7 +39,7 @@ def brittle_run(kind="episodes", algorithm=None, on_fault="", **args):
 def test_a_run_whose_environment_fails_at_times_gives_the_bytes_of_one_file(tmp_path, kind, args, algorithm):
     """Its rollouts are left out by the trainer, and all of them are paid."""
     config = brittle_run(kind, algorithm, **args)
-    expected = one_file.train(config, tmp_path / "one", tmp_path)
+    expected = weights_of_one_file(config, tmp_path / "one")
     town = Town(tmp_path / "run", config)
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0"), town.worker("worker-1")))
     assert town.weights() == expected
@@ -63,9 +58,7 @@ def test_a_run_whose_environment_fails_at_times_gives_the_bytes_of_one_file(tmp_
 
 @pytest.mark.parametrize("kind", ["episodes", "completions"])
 def test_with_lowest_a_run_learns_from_failed_rollouts_and_counts_them(tmp_path, kind):
-    roots = [
-        one_file.train(brittle_run(kind, on_fault=how), tmp_path / f"one{how}", tmp_path) for how in ("", "lowest")
-    ]
+    roots = [weights_of_one_file(brittle_run(kind, on_fault=how), tmp_path / f"one{how}") for how in ("", "lowest")]
     town = Town(tmp_path / "run", brittle_run(kind, on_fault="lowest"))
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
     assert town.weights() == roots[1] != roots[0]
@@ -79,7 +72,9 @@ def test_with_lowest_a_run_learns_from_failed_rollouts_and_counts_them(tmp_path,
     ("completions", {"every": 2}, "environment faults: brittle fails on "),
     ("episodes", {"every": 0, "outside": 4}, OUTSIDE), ("completions", {"every": 0, "outside": 4}, OUTSIDE),
 ], ids=["raises", "raises-at-the-host", "outside", "outside-at-the-host"])  # fmt: skip
-@pytest.mark.parametrize("tasks", [(), (3,)], ids=["tasks", "one-task"])
+@pytest.mark.parametrize(
+    "tasks", [pytest.param((), id="tasks"), pytest.param((3,), id="one-task", marks=pytest.mark.slow)]
+)
 def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind, args, why, tasks, caplog):
     """If all of it is in one task, the sentence names the task. Where the host plays, its only validator is another's."""
     config = replace(brittle_run(kind, **args), validators=ValidatorsConfig(count=int(kind == "episodes")))
@@ -87,7 +82,7 @@ def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind,
         (tmp_path / "tasks.json").write_bytes(to_json(TaskList(env_digest(brittle.__file__), args, 16, tasks)))
         config = replace(config, envs=(replace(config.envs[0], tasks=str(tmp_path / "tasks.json")),))
     with pytest.raises(StateError, match=why):
-        one_file.train(config, tmp_path / "one", tmp_path)
+        weights_of_one_file(config, tmp_path / "one")
     town = Town(tmp_path / "run", config)
     validator = town.validator()
     caplog.set_level("INFO", "validator")

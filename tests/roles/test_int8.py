@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,7 @@ from shoal.errors import ConfigError
 from shoal.models.checkpoint import load_policy, tensors_of
 from shoal.models.int8 import dequantised, quantised
 from shoal.weights.manifest import is_whole
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,8 +32,8 @@ def last_root(town: Town) -> str:
 
 
 def test_a_run_that_publishes_int8_publishes_the_bytes_of_one_file(tmp_path):
-    town, out = lived(Town(tmp_path / "run", tiny_run(**PUBLISHED))), tmp_path / "one"
-    assert last_root(town) == one_file.train(tiny_run(**PUBLISHED), out, out.parent)
+    town = lived(Town(tmp_path / "run", tiny_run(**PUBLISHED)))
+    assert last_root(town) == weights_of_one_file(tiny_run(**PUBLISHED), tmp_path / "one")
     manifests = town.desk.kept.manifests
     assert {manifest.dtype for manifest in manifests.values()} == {"int8"}
     assert town.desk.state.rules.dtype == "int8"

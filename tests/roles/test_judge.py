@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +18,7 @@ from shoal.models.transformer import Transformer
 from shoal.models.value_head import begin_valued, save_valued
 from shoal.roles.trainer.models import open_judge
 from shoal.run_folder import RunFolder
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 
 @pytest.fixture
@@ -52,7 +48,7 @@ def test_a_run_with_a_judge_has_the_bytes_of_one_file_and_repeats_a_step_without
     town = Town(models / "run", config)
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
     weights = town.weights()
-    assert weights == one_file.train(config, models / "one", models) and not town.audit().findings
+    assert weights == weights_of_one_file(config, models / "one") and not town.audit().findings
     assert all(figure in line and line["judge_s"] > 0 for line in read_metrics(town.folder.metrics))
     shutil.rmtree(town.folder.trainer / "v000003")
     shutil.rmtree(town.folder.checkpoints)

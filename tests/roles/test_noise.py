@@ -1,7 +1,6 @@
 """Noise families in whole runs: the log names the family, every role samples or replays with it, and cheats are refused."""
 
 import asyncio
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,8 @@ from shoal.ledger.log.sqlite_store import creation_of
 from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES
 from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
 from shoal.runs.public_run import FolderRun
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.nightly import first_of
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 KEYED = (KEYED_32, KEYED_64)
 
@@ -25,7 +22,7 @@ def _config(family: str, **changes: object) -> RunConfig:
     return tiny_run(steps=2, sampling={"noise": family}, storage={"retain": "all"}, **changes)
 
 
-@pytest.mark.parametrize("family", KEYED)
+@pytest.mark.parametrize("family", first_of(*KEYED))
 def test_a_run_has_the_family_that_its_file_names(tmp_path: Path, family: str) -> None:
     config = _config(family)
     town = Town(tmp_path / "run", config)
@@ -34,15 +31,15 @@ def test_a_run_has_the_family_that_its_file_names(tmp_path: Path, family: str) -
     assert all(town.desk.state.members[worker.key].refused == 0 for worker in workers)
     assert town.audit().findings == []
     assert creation_of(town.folder.log).sampling.noise == family
-    assert town.weights() == one_file.train(config, tmp_path / "one", tmp_path)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
     other = tiny_run(steps=2, storage={"retain": "all"})
-    assert town.weights() != one_file.train(other, tmp_path / "other", tmp_path)
+    assert town.weights() != weights_of_one_file(other, tmp_path / "other")
     found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
     assert found.disagreements == [] and found.with_model > 0 and found.exit_code() == AGREE
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
-@pytest.mark.parametrize("family", KEYED)
+@pytest.mark.parametrize("cheat", first_of(*CHEATS))
+@pytest.mark.parametrize("family", first_of(*KEYED))
 def test_cheats_are_refused_in_every_family(tmp_path: Path, family: str, cheat: str) -> None:
     town = Town(tmp_path / "run", _config(family))
     cheater, honest = town.worker("cheater", cheat), town.worker("honest")
@@ -53,7 +50,7 @@ def test_cheats_are_refused_in_every_family(tmp_path: Path, family: str, cheat: 
         assert members[cheater.key].refused > 0 == members[cheater.key].credits
 
 
-@pytest.mark.parametrize("family", NOISES)
+@pytest.mark.parametrize("family", first_of(*NOISES))
 def test_work_of_another_family_is_refused(tmp_path: Path, family: str) -> None:
     """A worker that samples with the noise that is most at hand is as wrong as one that samples with its own luck."""
     town = Town(tmp_path / "run", _config(family))

@@ -2,8 +2,6 @@
 
 import asyncio
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,20 +9,17 @@ from shoal.errors import StateError
 from shoal.metrics import read_metrics
 from shoal.models.random_model import make_tiny
 from shoal.roles.trainer.models import ROOT, demand_same
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 PENALISED = {"algorithm": {"name": "dr_grpo", "kl": {"beta": 0.5, "estimator": "k2"}}}
 
 
 def test_a_run_with_a_penalty_has_the_bytes_of_one_file_and_repeats_a_step_without_its_state(tmp_path):
     config = tiny_run(train=PENALISED)
-    town, out = Town(tmp_path / "run", config), tmp_path / "one"
+    town = Town(tmp_path / "run", config)
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
-    weights = one_file.train(config, out, out.parent)
-    assert town.weights() == weights != one_file.train(tiny_run(), tmp_path / "plain", tmp_path)
+    weights = weights_of_one_file(config, tmp_path / "one")
+    assert town.weights() == weights != weights_of_one_file(tiny_run(), tmp_path / "plain")
     assert all(line["reference_s"] > 0 and line["kl_nats"] >= 0 for line in read_metrics(town.folder.metrics))
     shutil.rmtree(town.folder.trainer / "v000003")
     shutil.rmtree(town.folder.checkpoints)

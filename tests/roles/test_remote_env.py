@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import sqlite3
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -32,10 +30,8 @@ from shoal.runs.public_run import FolderRun
 from shoal.tree import from_tree
 from tests.envs import pile
 from tests.envs.conftest import FakeEngine
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.nightly import first_of
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 HOSTED = [{"name": "arithmetic", "kind": "completions"}]
 
@@ -43,11 +39,10 @@ HOSTED = [{"name": "arithmetic", "kind": "completions"}]
 @pytest.fixture(scope="module")
 def single_file_weights(tmp_path_factory):
     """Of a run in one process whose worker plays the environments."""
-    out = tmp_path_factory.mktemp("one") / "run"
-    return one_file.train(tiny_run(), out, out.parent)
+    return weights_of_one_file(tiny_run(), tmp_path_factory.mktemp("one") / "run")
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", first_of(3, 1))
 def test_completions_give_the_bytes_of_episodes_no_matter_who_serves(tmp_path, single_file_weights, num_workers):
     town = Town(tmp_path / "run", tiny_run(envs=HOSTED))
     workers = [town.worker(f"worker-{i}") for i in range(num_workers)]
@@ -183,7 +178,7 @@ def test_two_of_three_workers_killed_during_500_episodes_of_several_turns_lose_n
     accepted = [entry.body for entry in town.audit().entries if isinstance(entry.body, GroupAccepted)]
     assert len(accepted) * town.config.rollouts.group_size >= 500
     config = tiny_run(envs=[{"name": pile.__file__}], **run)
-    assert weights == one_file.train(config, tmp_path / "one" / "run", tmp_path)
+    assert weights == weights_of_one_file(config, tmp_path / "one")
 
 
 def killed_twice(town, at, limit_s=110.0):

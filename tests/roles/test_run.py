@@ -2,10 +2,8 @@
 
 import asyncio
 import re
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,19 +24,16 @@ from shoal.roles.coordinator.status import StatusBoard, batch_of
 from shoal.roles.node.session import Session
 from shoal.weights import engine_loader
 from tests.envs import musing, pile
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.nightly import first_of
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 
 @pytest.fixture(scope="module")
 def single_file_weights(tmp_path_factory):
-    out = tmp_path_factory.mktemp("one") / "run"
-    return one_file.train(tiny_run(), out, out.parent)
+    return weights_of_one_file(tiny_run(), tmp_path_factory.mktemp("one") / "run")
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", first_of(3, 1))
 def test_any_number_of_workers_gives_the_bytes_of_one_file(tmp_path, single_file_weights, num_workers):
     town = Town(tmp_path / "run", tiny_run())
     workers = [town.worker(f"worker-{i}") for i in range(num_workers)]
@@ -67,8 +62,7 @@ def test_rollouts_with_several_rows_give_the_bytes_of_one_file(tmp_path):
             group = from_msgpack(data, t.Group)
             rows[group.env] = max(rows[group.env], *(len(rollout.rows()) for rollout in group.rollouts))
     assert rows == {"pile": 2, "musing": 3}
-    out = tmp_path / "one"
-    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
 
 
 TWO_OF_ONE_NAME = [
@@ -93,8 +87,7 @@ def test_two_environments_of_one_name_are_both_played_with_their_own_arguments(t
             ]
             digits[group.env][max(map(len, re.findall(r"\d+", opening)))] += 1
     assert set(digits["easy"]) == {1} and 4 in digits["hard"]
-    out = tmp_path / "one"
-    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
 
 
 def test_a_mix_reports_the_reward_of_each_environment(tmp_path):
@@ -114,7 +107,7 @@ def test_a_mix_reports_the_reward_of_each_environment(tmp_path):
         assert line["reward_mean"] == pytest.approx(np.mean(rewards["easy"] + rewards["hard"]))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", first_of(1, 2))
 def test_a_lying_network_changes_nothing(tmp_path, single_file_weights, seed):
     town = Town(tmp_path / "run", tiny_run(), fault_rate=0.2, seed=seed)
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0"), town.worker("worker-1")))
@@ -122,7 +115,7 @@ def test_a_lying_network_changes_nothing(tmp_path, single_file_weights, seed):
     assert town.audit().findings == []
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
+@pytest.mark.parametrize("cheat", first_of(*CHEATS))
 def test_a_cheating_worker_earns_nothing_and_changes_nothing(tmp_path, single_file_weights, cheat):
     town = Town(tmp_path / "run", tiny_run())
     cheater, honest = town.worker("cheater", cheat), town.worker("honest")
@@ -362,7 +355,7 @@ THREE_LABELS = [
 FOLLOWING = {"curriculum": True, "window_groups": 4, "pools": True, "easy": 0.1, "hard": 0.05, "retire_after": 1}
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", first_of(3, 1))
 def test_draws_that_follow_solve_rates_give_the_bytes_of_one_file(tmp_path, num_workers):
     config = tiny_run(envs=THREE_LABELS, steps=4, difficulty=FOLLOWING)
     town = Town(tmp_path / "run", config)
@@ -375,5 +368,4 @@ def test_draws_that_follow_solve_rates_give_the_bytes_of_one_file(tmp_path, num_
     assert any(change.weights for change in changes) and any(change.moved for change in changes)
     drawn = town.desk.state.main.solved
     assert {pool for record in drawn.values() for pool in record.pools.values()} == {"easy", "hard"}
-    out = tmp_path / "one"
-    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")

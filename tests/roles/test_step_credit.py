@@ -1,7 +1,6 @@
 """Runs that credit turns or steps: the real roles over an in-memory network."""
 
 import asyncio
-import sys
 from pathlib import Path
 
 import msgspec
@@ -15,10 +14,7 @@ from shoal.roles.auditor.recompute import GroupChoice, examine
 from shoal.roles.coordinator.status import batch_of
 from shoal.runs.replay import open_run
 from tests.roles.forgery import forged
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 EVEN = """
 from shoal.env import Env, Step
@@ -87,8 +83,8 @@ def accepted(town):
 )
 def test_a_run_that_credits_turns_or_steps_has_the_bytes_of_one_file(tmp_path, train, turns):
     config = credit_run(tmp_path, train, turns)
-    town, out = lived(tmp_path, config), tmp_path / "one"
-    assert town.weights() == one_file.train(config, out, out.parent)
+    town = lived(tmp_path, config)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
     assert town.audit().findings == []
     assert all(len(one.steps) == 8 and all(one.steps) for one in accepted(town))
     assert max(len(steps) for one in accepted(town) for steps in one.steps) in (2, 3)
@@ -105,7 +101,7 @@ def test_a_run_that_credits_turns_or_steps_has_the_bytes_of_one_file(tmp_path, t
 def test_the_credit_changes_what_is_learned(tmp_path):
     """The same rewards without it give other weights: a run that ignored the steps would not be noticed otherwise."""
     found = {
-        name: one_file.train(credit_run(tmp_path, train), tmp_path / name, tmp_path)
+        name: weights_of_one_file(credit_run(tmp_path, train), tmp_path / name)
         for name, train in (("turns", TURNS), ("plain", {"algorithm": {"name": "composition"}}))
     }
     assert found["turns"] != found["plain"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +24,7 @@ from shoal.protocol.signing import Key
 from shoal.roles import validator
 from shoal.roles.coordinator import main as coordinator
 from shoal.roles.node import node
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 END = 5
 GENERATION = {"eos_token_id": END, "pad_token_id": 3, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
@@ -74,8 +70,7 @@ def test_turns_end_where_the_policy_says_and_the_log_names_the_rule(tmp_path: Pa
     assert any(token < END for tokens in written for token in tokens[:-1])  # other control tokens end nothing
     assert any(END in tokens for tokens in written) and all(END not in tokens[:-1] for tokens in written)
     assert creation_of(town.folder.log).sampling.stops == MODEL_STOPS
-    out = tmp_path / "one"
-    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
     kept = json.loads((town.folder.checkpoints / "final" / "generation_config.json").read_text())
     assert kept == GENERATION
 

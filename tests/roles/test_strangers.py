@@ -2,8 +2,6 @@
 
 import asyncio
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,10 +10,7 @@ from shoal.chat.isolated import ContainedRenderer, start_here
 from shoal.errors import Overreach, PeerError
 from shoal.models import random_model
 from shoal.weights.fetch.version_directory import disk_limit, room_for_version
-from tests.roles.in_memory_run import Town, stranger, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, stranger, tiny_run, weights_of_one_file
 
 HOG = "{% set text = messages[0].content * 300000000 %}{{ text|length }}"
 
@@ -28,8 +23,7 @@ def test_strangers_give_the_bytes_of_one_file(tmp_path):
     assert isinstance(validator.session.policy.renderer, ContainedRenderer)
     started = isolated_tokenizer.start if isolated_tokenizer.tried().result() else start_here
     assert worker.session.policy.renderer._start is validator.session.policy.renderer._start is started
-    out = tmp_path / "one" / "run"
-    assert town.weights() == one_file.train(tiny_run(), out, out.parent)
+    assert town.weights() == weights_of_one_file(tiny_run(), tmp_path / "one" / "run")
     assert town.audit().findings == []
 
 

@@ -1,7 +1,6 @@
 """A run that draws from a list of tasks: same bytes for everybody, in the log, and no other list passes for it."""
 
 import asyncio
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,7 @@ from shoal.ledger.run import RunCreated
 from shoal.protocol.encoding import to_json
 from shoal.protocol.task_draws import TaskList
 from shoal.roles.coordinator.main import open_run
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 ARGS = {"digits": 1}
 LISTED = tuple(range(5, 400, 7))
@@ -47,7 +43,7 @@ def test_a_run_on_a_list_gives_the_bytes_of_one_file_and_its_audit_draws_the_sam
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker")))
     audit, out = town.audit(), tmp_path / "one"
     assert audit.findings == [] and audit.entries[0].body.task_lists == {"arithmetic": found}
-    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.weights() == weights_of_one_file(config, out)
 
 
 def test_a_list_of_another_environment_is_refused_when_the_run_begins(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 import asyncio
 import shutil
-import sys
 import time
 import zlib
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -16,10 +14,7 @@ from shoal.ledger.commands import Admin
 from shoal.metrics import read_metrics
 from shoal.roles.trainer.state import JournalStep, StepJournal, journal_step
 from shoal.train.checkpoint import kept_versions
-from tests.roles.in_memory_run import Town, tiny_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import one_file
+from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 FEW = {"state_every": 3}
 
@@ -64,7 +59,7 @@ def test_a_trainer_killed_between_saved_states_ends_with_the_bytes_of_one_file(t
     config = tiny_run(steps=7, storage=FEW)
     town = Town(tmp_path / "run", config)
     asyncio.run(town.live(Killed(town, 2, 5), town.validator(), town.worker("worker-0")))
-    assert town.weights() == one_file.train(config, tmp_path / "one", tmp_path)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
     assert town.audit().findings == []
     repeated = [record.args[0] for record in caplog.records if record.msg.startswith("repeated the step")]
     assert repeated == [1, 2, 4, 5]
@@ -136,7 +131,7 @@ def test_a_lower_rate_is_the_trainers_and_gives_the_bytes_of_a_run_file_with_tha
     town = Town(tmp_path / "run", tiny_run(steps=2))
     town.desk.book.write(Admin("rate", "", time.time(), lr_factor=0.5), time.time())
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
-    assert town.weights() == one_file.train(tiny_run(steps=2, train={"lr": 5e-4}), tmp_path / "one", tmp_path)
+    assert town.weights() == weights_of_one_file(tiny_run(steps=2, train={"lr": 5e-4}), tmp_path / "one")
     assert [line["lr"] for line in read_metrics(town.folder.metrics)] == [1e-4, 2e-4]  # two of five steps of warm-up
     assert town.audit().findings == []
 
@@ -217,7 +212,7 @@ def test_a_run_goes_on_when_its_states_become_rarer_or_more_frequent(tmp_path):
 
     town.trainer = made
     asyncio.run(town.live(killed, town.validator(), town.worker("worker-0")))
-    assert town.weights() == one_file.train(config, tmp_path / "one", tmp_path)
+    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
     assert kept_versions(town.folder.trainer) == [4, 3]
     assert [path.name for path in (town.folder.trainer / "journal").iterdir()] == []
 

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from shoal.errors import ShoalError, Undecided
 from shoal.net.key_files import save_key
 from shoal.protocol.messages import Sampling
 from shoal.protocol.signing import Key
-from tests.envs.isolated.place import acting, line_of, opened, said
+from tests.envs.isolated.place import QUICK, acting, line_of, opened, said
 from tests.sandbox.needs import needs_bubblewrap
 
 pytestmark = needs_bubblewrap
@@ -55,7 +56,7 @@ def test_a_package_that_the_sandbox_stops_is_undecided_and_harms_no_other_rollou
 ) -> None:
     body, why = STOPPED[name]
     code = acting("if act == 'a':\n" + "\n".join(f"    {line}" for line in body.splitlines()))
-    env = opened(tmp_path / "package", code)
+    env = opened(tmp_path / "package", code, QUICK if why.endswith(" s") else replace(QUICK, wall_s=60.0))
     talks = [Conversation(env, renderer, env.task(i), SAMPLING) for i in range(2)]
     with pytest.raises(Undecided, match="the sandbox stopped it: it") as stopped:
         talks[0].write([*renderer.encode("a"), renderer.eos_id])
