@@ -33,10 +33,10 @@ CODE = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py
 PAGES = sorted(
     page
     for page in [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")]
-    if page.name != "figures.md" and not page.name.startswith("coming-from-")
+    if page.name != "figures.md" and not page.name.startswith(("coming-from-", "results-"))
 )
-"""Without LOG.md, which tells history with the names of its day, the page of figures, which the records make, and pages
-with others' names, whose keys of ours `tests/test_site.py` looks up."""
+"""Without LOG.md and pages of results, which tell history with the names of its day, the page of figures, which the records
+make, and pages with others' names, whose keys of ours `tests/test_site.py` looks up."""
 
 FOREIGN = {
     "environment.toml": "what describes a package",
