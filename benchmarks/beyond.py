@@ -45,8 +45,7 @@ sys.path[:0] = [str(ROOT), str(RECIPES)]  # started as a file, as benchmarks are
 
 import one_file  # noqa: E402
 
-from benchmarks.claims import stones  # noqa: E402
-from benchmarks.claims.curves.picture import Line, picture  # noqa: E402
+from benchmarks import stones  # noqa: E402
 from shoal.chat.renderer import Renderer  # noqa: E402
 from shoal.config import SftConfig, load_run, load_sft, sampling_of  # noqa: E402
 from shoal.engine.native import LocalEngine  # noqa: E402
@@ -103,7 +102,7 @@ def main() -> int:
         print(f"seed {seed}: {wins} in {found[-1]['wall_s']:.0f} s", flush=True)
     figures = figures_of(found)
     if asked.picture and figures["heldout_curve"]:
-        asked.picture.write_text(curves(figures["heldout_curve"], without_model))
+        draw(asked.picture, figures["heldout_curve"], without_model)
     how = "shoal run" if asked.roles else "one_file.py"
     print(json.dumps({"benchmark": "beyond", "seeds": seeds, "by": how, **figures, "exact": without_model}))
     return 0 if asked.quick or figures["margin_worst"] >= BAR else 1
@@ -127,18 +126,20 @@ def in_words(exact: Mapping[str, Any]) -> str:
     return "\n".join(["Wins from the same held-out starts, calculated, each at its best temperature:", *lines])
 
 
-def curves(by_seed: Mapping[str, Sequence[float]], exact: Mapping[str, Any]) -> str:
-    """The picture: win rates over the steps of RL, beside those of the other sides at their limits."""
-    last = EVERY * max(len(rates) - 1 for rates in by_seed.values())
-    limits = {"perfect play": exact["perfect"], "imitation of wins": best(exact["wins"]), "teacher": exact["teacher"]}
-    lines = [
-        Line(f"RL, {name.replace('_', ' ')}", [(EVERY * i, rate) for i, rate in enumerate(rates)], colour)
-        for colour, (name, rates) in enumerate(by_seed.items())
-    ]
-    lines += [
-        Line(name, [(0, limit), (last, limit)], len(by_seed) + i) for i, (name, limit) in enumerate(limits.items())
-    ]
-    return picture("Held-out starts, temperature 1", "step", "win rate", lines)
+def draw(path: Path, by_seed: Mapping[str, Sequence[float]], exact: Mapping[str, Any]) -> None:
+    """Win rates over the steps of RL, and the limits of the other sides."""
+    import matplotlib.pyplot as plt
+
+    chart, axes = plt.subplots(figsize=(7.6, 4.2))
+    for name, rates in by_seed.items():
+        axes.plot([EVERY * i for i in range(len(rates))], rates, label=f"RL, {name.replace('_', ' ')}")
+    limits = {"teacher": exact["teacher"], "imitation of wins": best(exact["wins"]), "perfect play": exact["perfect"]}
+    for name, limit in limits.items():
+        axes.axhline(limit, color="grey", linewidth=1)
+        axes.text(0, limit, name, fontsize=8, va="bottom")
+    axes.set(title="Held-out starts, temperature 1", xlabel="step", ylabel="win rate")
+    axes.legend(fontsize=8)
+    chart.savefig(path)
 
 
 def figures_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

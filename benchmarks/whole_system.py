@@ -351,7 +351,7 @@ def ensure_peer() -> Path:
     """The interpreter of TRL's virtual environment, which is made when it is missing."""
     python, requirements = PEER_VENV / "bin" / "python", HERE / "peers" / "requirements.txt"
     made = PEER_VENV / ".made"
-    probe = [str(python), "-c", "import peft, trl; assert trl.__version__ == '1.16.0'"]
+    probe = [str(python), "-c", "import trl; assert trl.__version__ == '1.16.0'"]
     is_made = made.exists() and made.read_text() == requirements.read_text()
     if is_made or (python.exists() and subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0):
         return python

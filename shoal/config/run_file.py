@@ -249,7 +249,7 @@ work in `benchmarks/detection.py` stays below two thirds of them, also with logi
 
 ACTIVATION_ERROR = {"float32": 0.001, "bfloat16": 0.010, "int8": 0.001}
 """Bound of a run that gives none, by the dtype that samples. Honest work in `benchmarks/toploc.py` stays below
-it, and in `benchmarks/real_models.py`, where bfloat16 rounds policies that are kept in float32."""
+it, and in `docs/design/results-real-models.md`, where bfloat16 rounds policies that are kept in float32."""
 
 
 class VerifyConfig(Section, frozen=True):

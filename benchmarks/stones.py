@@ -1,6 +1,6 @@
 """Win rates in `environments/stones` that need no games, computed from the smallest number of stones upwards.
 
-Called by `benchmarks/beyond.py`. A player is a rule that says for a number of stones how likely each of its moves is.
+A player is a rule that says for a number of stones how likely each of its moves is.
 """
 
 import statistics

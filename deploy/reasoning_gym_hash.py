@@ -1,6 +1,6 @@
 """Which tasks of reasoning_gym depend on the hash seed: each is generated and scored in processes with different seeds.
 
-    python benchmarks/reasoning_gym_hash.py write      in an interpreter with reasoning_gym
+    python deploy/reasoning_gym_hash.py write      in an interpreter with reasoning_gym
 
 writes shoal/envs/adapters/reasoning_gym_hash.json, which the adapter reads. The last line printed is the summary.
 """
@@ -73,7 +73,7 @@ def main() -> None:
     version = importlib.metadata.version("reasoning-gym")
     summary = {"reasoning_gym": version, "hash_seeds": list(SEEDS), "questions_per_task": SIZE, "tasks": depends}
     if sys.argv[1:] == ["write"]:
-        command = "python benchmarks/reasoning_gym_hash.py write"
+        command = "python deploy/reasoning_gym_hash.py write"
         TARGET.write_text(json.dumps({"made_by": command, **summary}, indent=2) + "\n")
     print(json.dumps({**summary, "num_tasks": len(runs[0]), "fail": fails}))
 
