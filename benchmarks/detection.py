@@ -7,7 +7,7 @@ four to a group; every attack and forgery of `tests/attacks` is played against e
 proofs of activations on. Columns: the share of rollouts that each check refuses by itself (`detect/judgement.py`), then
 all of them, all but `activations` (a run's default), and the check that catches it first. Beside them: honest work over
 thread counts, batch shapes and declared dtypes; what a worker gains that spends the whole tolerance; a large lease after
-small ones. One line of JSON at the end, with the page's tables as Markdown.
+small ones. One line of JSON at the end.
 """
 
 import argparse
@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the zoo lies out
 
 from benchmarks.detect.judgement import CHECKS, Seen, Share, look, noticed_after, share
 from benchmarks.detect.policies import GROUP_SIZE, STEPS, Family, lease, make_family, rules
-from benchmarks.pages.detection import said, tables
 from shoal.config import child_environment
 from shoal.ledger.constants import LAW
 from shoal.ledger.slot_draws import slot_draws
@@ -84,7 +83,7 @@ def main() -> None:
         "rows": [row.figures() for rows in matrices for row in rows],
         "cpu_minutes": round((time.process_time() - began) / 60, 1),
     }  # fmt: skip
-    print(json.dumps(report | {"tables": tables(report)}))
+    print(json.dumps(report))
 
 
 # --- the matrix ---
@@ -274,6 +273,11 @@ def large_leases(trials: int = 4000) -> list[dict[str, Any]]:
             f"{loss:.0f} blocks' pay"
         )
     return rows
+
+
+def said(found: Share) -> str:
+    """Counts with their 95 % interval."""
+    return f"{found.k} of {found.n} ({100 * found.low:.1f} to {100 * found.high:.2f} %)" if found.n else "0 of 0"
 
 
 def _say_family(family: Family, began: float) -> None:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.market import BLOCK_S, QUARANTINE_S, Outcome, play, play_beside_rival
-from benchmarks.pages.economics import tables
 from benchmarks.search import search
 from benchmarks.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
 from shoal.ledger.constants import LAW
@@ -346,11 +345,14 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in parameters.items()))
     result = {
         "benchmark": "economics", "parameters": parameters, "cheating": cheating(runs),
-        "best_response": best_responses(), "best_found": best_found(rounds, fresh),
+        "best_response": best_responses(), "best_found": (found := best_found(rounds, fresh)),
+        "best_profit": {
+            f"{row['validators']}_validators_{row['friends']}_friends_{row['how']}": row["profit"] for row in found
+        },
         "honest": honesty(runs), "collusion": collusion(runs),
         "cpu_minutes": round((time.process_time() - began) / 60, 1),
     }  # fmt: skip
-    print(json.dumps(result | {"tables": tables(result)}))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -203,15 +203,6 @@ def figures(cases: Sequence[TutorialRun]) -> dict[str, Any]:
     """All cases, and the share of clear rises."""
     rises = [case.rise for case in cases]
     clear = sum(case.is_clear for case in cases)
-    rows = [
-        f"| {case.task} | {case.seed} | {case.before.mean:.1%} | {case.after.mean:.1%} | {rise.mean:+.1%} "
-        f"| {rise.low95:+.1%} to {rise.high95:+.1%} | {case.cpu_s:.0f} |"
-        for case, rise in zip(cases, rises, strict=True)
-    ]
-    head = [
-        "| task | seed | won before | after | rise | 95 % interval | CPU-seconds |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
     return {
         "seeds": [case.seed for case in cases],
         "cases": len(cases),
@@ -224,7 +215,6 @@ def figures(cases: Sequence[TutorialRun]) -> dict[str, Any]:
         "smallest_rise": round(min(rise.mean for rise in rises), 4),
         "wall_s": [round(case.wall_s) for case in cases],
         "cpu_s": [round(case.cpu_s) for case in cases],
-        "tables": {"cases": "\n".join([*head, *rows])},
     }
 
 

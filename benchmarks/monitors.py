@@ -35,7 +35,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.monitored.between import EDITS, disk_is_used  # noqa: E402
 from benchmarks.monitored.changed import CHANGES, heldout_falls, reward_rises  # noqa: E402
 from benchmarks.monitored.runs import Faults, Honest, alarms_of, honest, with_metrics  # noqa: E402
-from benchmarks.pages.monitors import tables  # noqa: E402
 from shoal.metrics import read_metrics  # noqa: E402
 
 SEEDS = (81, 82)
@@ -107,7 +106,6 @@ def main() -> int:
         "benchmark": "monitors", "faults": len(found), "named": named, "honest_runs": len(calm), "false_alarms": alarms,
         "runs_with_faults": sum(row["made"] == RUN for row in found.values()),
         "recipes": len(HONEST), "cpu_s": round(cpu_s), "by_fault": found, "honest": calm,
-        "tables": tables(found, calm),
     }  # fmt: skip
     print(json.dumps(result))
     return int(named < len(found) or alarms > 0)

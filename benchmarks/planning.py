@@ -16,14 +16,13 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a file, as benchmarks are
 
-from benchmarks.pages.markdown import percent, table
 from benchmarks.shaped_run import WARMUP_STEPS, Case, Seen, config_of, measured
 from shoal.plan.simulate import simulate
 from shoal.plan.simulation_input import SimulationInput, WorkerMachine
@@ -88,18 +87,14 @@ def setting_of(case: Case, base: Seen, own: Seen, steps: int, seed: int, request
     )  # fmt: skip
 
 
-FIGURES = {
-    "step_s": "seconds a step", "lag_s": "seconds until a worker has a version", "origin_bytes": "MB from the host a step",
-    "idle_share": "trainer waits", "staleness": "staleness, versions",
-}  # fmt: skip
-"""What is compared, with its words in the table."""
+FIGURES = ("step_s", "lag_s", "origin_bytes", "idle_share", "staleness")
+"""What is compared."""
 
 
 def compared(cases: Iterable[Case], seen: dict[str, list[Seen]], steps: int) -> dict[str, Any]:
     """Measured and predicted, by case and figure."""
     found: dict[str, Any] = {"benchmark": "planning", "load": round(os.getloadavg()[0], 2)}
     errors: dict[str, dict[str, float]] = {}
-    rows = []
     requests_s = [request_s(base, steps) for base in seen["open"]]
     for case in cases:
         told = [
@@ -116,7 +111,6 @@ def compared(cases: Iterable[Case], seen: dict[str, list[Seen]], steps: int) -> 
                 "measured": round(middle, 3), "low": round(values[0], 3), "high": round(values[-1], 3),
                 "predicted": round(said, 3),
             }  # fmt: skip
-            rows.append(row(case.name, name, values, middle, said))
             print(f"{case.name:12} {name:13} measured {middle:12.3f} ({values[0]:.3f} to {values[-1]:.3f})  predicted "
                   f"{said:12.3f}  error {of_case[name]:.3f}")  # fmt: skip
     found["error_share"] = {
@@ -126,18 +120,7 @@ def compared(cases: Iterable[Case], seen: dict[str, list[Seen]], steps: int) -> 
         (max(of.values()) for name, of in found["error_share"].items() if name != "open"), default=0.0
     )
     found["largest_error_versions"] = max((of["staleness"] for of in errors.values()), default=0.0)
-    headings = ("case", "figure", "measured, median", "lowest to highest", "predicted")
-    found["tables"] = {"cases": table(headings, rows, right=(2, 3, 4))}
     return found
-
-
-def row(case: str, name: str, values: Sequence[float], middle: float, said: float) -> tuple[str, ...]:
-    """A row of the table."""
-
-    def text(value: float) -> str:
-        return percent(value, 0) if name == "idle_share" else f"{value / (1e6 if name == 'origin_bytes' else 1):.2f}"
-
-    return case, FIGURES[name], text(middle), f"{text(values[0])} to {text(values[-1])}", text(said)
 
 
 if __name__ == "__main__":

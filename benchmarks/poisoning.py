@@ -38,7 +38,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.pages.poisoning import tables
 from benchmarks.poison.payloads import DTYPES, PAYLOADS, cold_start, shows
 from benchmarks.poison.town import Case, Plan, Town
 from shoal.envs.evaluate import Interval, Transcript, interval
@@ -147,7 +146,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def result(rows: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
-    """All figures by payload and world, and the tables of the pages."""
+    """All figures by payload and world."""
     worlds: dict[str, dict[str, Any]] = {}
     for found in rows:
         worlds.setdefault(found["payload"], {})[found["world"].replace(", ", "_")] = found
@@ -160,7 +159,6 @@ def result(rows: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
         "poisoned_fewest": min(passed, default=0),
         "poisoned_most": max(passed, default=0),
         **worlds,
-        "tables": tables(worlds),
     }
 
 

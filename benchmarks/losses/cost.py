@@ -51,7 +51,6 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 CRITIC, TEACHER, PASS = "ppo, critic", "cispo, teacher", "a pass before the step"
-HEAD = "| Beside the loss | CPU-seconds of a step, times GRPO's |\n| --- | --- |"
 COMPANIONS: dict[str, Algorithm] = {CRITIC: c.Ppo(advantage="gae"), TEACHER: c.CispoNamed(advantage="teacher")}
 
 
@@ -80,9 +79,8 @@ def main() -> int:
     beside = {name: found.pop(name) for name in (*COMPANIONS, PASS)}
     dearest = max(found, key=lambda name: found[name])
     figures = {"bar": BAR, "dearest": dearest, "ratio_of_dearest": round(found[dearest], 4)}
-    tables = {"beside": "\n".join([HEAD, *(f"| {name} | {ratio:.2f} |" for name, ratio in beside.items())])}
     ratios = {"ratios": keyed(found), "ratio_beside": keyed(beside)}
-    print(json.dumps({"benchmark": "losses_cost", **figures, **ratios, "tables": tables}))
+    print(json.dumps({"benchmark": "losses_cost", **figures, **ratios}))
     return int(found[dearest] > BAR)
 
 
