@@ -22,7 +22,6 @@ temperature 1 after every tenth step, computed from the policy's probabilities; 
 lists have a number a seed. The exit code is 1 if a bar is missed.
 """
 
-import argparse
 import json
 import os
 import random
@@ -39,25 +38,22 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import stones
+from benchmarks.measure import ROOT, arguments, numbers, report, shoal_command
+from recipes import one_file
+from shoal.chat.renderer import Renderer
+from shoal.config import SftConfig, load_run, load_sft, sampling_of
+from shoal.engine.native import LocalEngine
+from shoal.env import Env
+from shoal.envs.evaluate import evaluate
+from shoal.envs.load import load_env
+from shoal.envs.play import play_scripted
+from shoal.jobs import sft
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.protocol.messages import Sampling, StepRewards
+from shoal.train.sft import fine_tune
+
 RECIPES = ROOT / "recipes"
-sys.path[:0] = [str(ROOT), str(RECIPES)]  # started as a file, as benchmarks are
-
-import one_file  # noqa: E402
-
-from benchmarks import stones  # noqa: E402
-from shoal.chat.renderer import Renderer  # noqa: E402
-from shoal.config import SftConfig, load_run, load_sft, sampling_of  # noqa: E402
-from shoal.engine.native import LocalEngine  # noqa: E402
-from shoal.env import Env  # noqa: E402
-from shoal.envs.evaluate import evaluate  # noqa: E402
-from shoal.envs.load import load_env  # noqa: E402
-from shoal.envs.play import play_scripted  # noqa: E402
-from shoal.jobs import sft  # noqa: E402
-from shoal.models.checkpoint import load_policy, save_policy  # noqa: E402
-from shoal.protocol.messages import Sampling, StepRewards  # noqa: E402
-from shoal.train.sft import fine_tune  # noqa: E402
-
 GREEDY = 0.02
 """Temperature at which the likeliest token is drawn unless another is almost as likely."""
 TEMPERATURES = (1.0, 0.7, 0.4, GREEDY)
@@ -74,19 +70,18 @@ BAR = 0.10
 
 def main() -> int:
     """Measure all seeds, print their win rates, and all figures as JSON at the end."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="1,2,3,4,5")
+    parser = arguments(__doc__, "few steps of one seed: proves only that it runs")
+    parser.add_argument("--seeds", type=numbers, default=[1, 2, 3, 4, 5])
     parser.add_argument("--roles", action="store_true", help="RL by `shoal run`, in processes of their own")
     parser.add_argument("--keep", type=Path, help="a folder for each seed's figures: those there are not measured")
     parser.add_argument("--picture", type=Path, help="an SVG file for the curves")
     parser.add_argument("--exact", action="store_true", help="only what needs no model, in words")
-    parser.add_argument("--quick", action="store_true", help="few steps of one seed: proves only that it runs")
     asked = parser.parse_args()
     without_model = stones.exact(game(), TEMPERATURES)
     if asked.exact:
         print(in_words(without_model))
         return 0
-    seeds = [int(seed) for seed in asked.seeds.split(",")][: 1 if asked.quick else None]
+    seeds = asked.seeds[: 1 if asked.quick else None]
     torch.set_num_threads(1)
     found = []
     for seed in seeds:
@@ -104,7 +99,7 @@ def main() -> int:
     if asked.picture and figures["heldout_curve"]:
         draw(asked.picture, figures["heldout_curve"], without_model)
     how = "shoal run" if asked.roles else "one_file.py"
-    print(json.dumps({"benchmark": "beyond", "seeds": seeds, "by": how, **figures, "exact": without_model}))
+    report("beyond", {"seeds": seeds, "by": how, **figures, "exact": without_model})
     return 0 if asked.quick or figures["margin_worst"] >= BAR else 1
 
 
@@ -245,7 +240,7 @@ def heldout_rate(env: Any, policy: Path) -> float:
 def run_roles(settings: list[str], out: Path) -> dict[str, Any]:
     """The same by `shoal run`. Games are those of all groups that were judged."""
     words = [word for setting in [*settings, "eval.episodes=0"] for word in ("--set", setting)]
-    command = [sys.executable, "-m", "shoal.cli.main", "run", str(RECIPES / "stones.toml"), "--out", str(out), *words]
+    command = shoal_command("run", str(RECIPES / "stones.toml"), "--out", str(out), *words)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     log = out.with_suffix(".log")
     with log.open("wb") as told:

@@ -10,11 +10,7 @@ thread counts, batch shapes and declared dtypes; what a worker gains that spends
 small ones. One line of JSON at the end.
 """
 
-import argparse
-import json
-import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,11 +20,9 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the zoo lies outside the package
-
 from benchmarks.detect.judgement import CHECKS, Seen, Share, look, noticed_after, share
 from benchmarks.detect.policies import GROUP_SIZE, STEPS, Family, lease, make_family, rules
-from shoal.config import child_environment
+from benchmarks.measure import arguments, pin_threads, report
 from shoal.ledger.constants import LAW
 from shoal.ledger.slot_draws import slot_draws
 from shoal.protocol.audit_selection import must_audit
@@ -52,9 +46,8 @@ QUICK, FULL = 48, 384
 
 def main() -> None:
     """Matrix, controls, tolerance, lease."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, f"{QUICK} rollouts of a cell, small training batches")
     parser.add_argument("--trials", type=int, default=0, help=f"rollouts of a cell, a multiple of 8 (default {FULL})")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} rollouts of a cell, small training batches")
     options = parser.parse_args()
     trials = options.trials or (QUICK if options.quick else FULL)
     began = time.process_time()
@@ -67,8 +60,7 @@ def main() -> None:
         honest = [control for family in families for control in controls(family, trials)]
         spending = [spent for family in families for spent in tolerance(family, trials)]
     leases = large_leases()
-    report = {
-        "benchmark": "detection",
+    figures = {
         "trials": trials,
         "rollout_tokens": round(float(np.mean([row.tokens for rows in matrices for row in rows])), 1),
         "policies": [
@@ -83,7 +75,7 @@ def main() -> None:
         "rows": [row.figures() for rows in matrices for row in rows],
         "cpu_minutes": round((time.process_time() - began) / 60, 1),
     }  # fmt: skip
-    print(json.dumps(report))
+    report("detection", figures)
 
 
 # --- the matrix ---
@@ -287,6 +279,5 @@ def _say_family(family: Family, began: float) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":  # threads and memory are settled when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], child_environment(threads=1))
+    pin_threads()
     main()

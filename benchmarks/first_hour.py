@@ -12,7 +12,6 @@ than 1200 CPU-seconds or `--limit-s`, or fails, counts as no rise. The last line
 exit code is 1 if fewer than 9 of 10 cases rise clearly.
 """
 
-import argparse
 import json
 import math
 import os
@@ -27,7 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.measure import ROOT, arguments, numbers, report, shoal_command
+
 PAGE = ROOT / "docs/tutorial-own-task.md"
 
 TASKS = ("sort", "count", "reverse", "last")
@@ -77,8 +77,8 @@ NONE = SuccessRate(0.0, 0.0, 0.0)
 
 def main() -> int:
     """All cases."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="1-10", help="such as 1-10, or 3,5")
+    parser = arguments(__doc__)
+    parser.add_argument("--seeds", type=numbers, default="1-10", help="such as 1-10, or 3,5")
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--all-tasks", action="store_true", help="all tasks for each seed")
     parser.add_argument("--limit-s", type=float, default=CASE_S, help="wall seconds of a case, on a busy machine")
@@ -88,7 +88,7 @@ def main() -> int:
     tasks = asked.tasks.split(",")
     planned = [
         (task, seed)
-        for seed in numbers(asked.seeds)
+        for seed in asked.seeds
         for task in (tasks if asked.all_tasks else [tasks[(seed - 1) % len(tasks)]])
     ]
     last_start = time.monotonic() + 60 * asked.minutes
@@ -104,7 +104,7 @@ def main() -> int:
     with ThreadPoolExecutor(asked.jobs) as pool:
         cases = [done for done in pool.map(case, planned) if done is not None]
     result = figures(cases)
-    print(json.dumps({"benchmark": "first_hour", **result}))
+    report("first_hour", {**result})
     return 0 if result["clear_share"] >= MIN_CLEAR_SHARE else 1
 
 
@@ -119,7 +119,7 @@ def newcomer(task: str, seed: int, folder: Path, limit_s: float) -> TutorialRun:
 
     def shoal(*words: str) -> str:
         left_s = deadline - time.monotonic()
-        code, used, output = measured([sys.executable, "-m", "shoal.cli.main", *words], folder, left_s)
+        code, used, output = measured(shoal_command(*words), folder, left_s)
         cpu_s.append(used)
         if code:
             raise RuntimeError(f"shoal {words[0]} ended with {code}: {output[-400:]}")
@@ -180,12 +180,6 @@ def measured(command: list[str], folder: Path, limit_s: float) -> tuple[int, flo
             file.seek(0)
             texts.append(file.read())
         return started.returncode, use.ru_utime + use.ru_stime, "".join(texts)
-
-
-def numbers(text: str) -> list[int]:
-    """1-3 or 1,2,3 as a list."""
-    first, dash, last = text.partition("-")
-    return list(range(int(first), int(last) + 1)) if dash else [int(one) for one in text.split(",")]
 
 
 def in_words(case: TutorialRun) -> str:

@@ -11,14 +11,13 @@ and not the fault; those seeds are spent since then. Seeds 41 and 42 were report
 and before the launcher looked at them between steps; 51, 52, 61, 62, 71 and 72 when rows were missed that were changed
 since (`LOG.md`): rows were made to work on seeds 43, 44 and 101 to 106.
 Faults that take long to cause are edited into the record of the honest run of Wordle: its metrics and evaluations
-(`monitored/changed.py`), or the clock, the quota or the free space that the launcher sees (`monitored/between.py`).
+(`faults/edited_metrics.py`), or the clock, the quota or the free space that the launcher sees (`faults/edited_system.py`).
 
 A fault is named rightly if the expected alarm is raised, if no other is raised but those that follow from it, and if an
 alarm about a worker is about the one with the fault.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -29,13 +28,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.monitored.between import EDITS, disk_is_used  # noqa: E402
-from benchmarks.monitored.changed import CHANGES, heldout_falls, reward_rises  # noqa: E402
-from benchmarks.monitored.runs import Faults, Honest, alarms_of, honest, with_metrics  # noqa: E402
-from shoal.metrics import read_metrics  # noqa: E402
+from benchmarks.faults.edited_metrics import CHANGES, heldout_falls, reward_rises
+from benchmarks.faults.edited_system import EDITS, disk_is_used
+from benchmarks.faults.runs import Faults, Honest, alarms_of, honest, with_metrics
+from benchmarks.measure import arguments, report
+from shoal.metrics import read_metrics
 
 SEEDS = (81, 82)
 """Not used for tuning."""
@@ -84,7 +81,7 @@ workers refused."""
 
 def main() -> int:
     """Run all parts and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--only", choices=("honest", "faults"), help="a part of it")
     parser.add_argument("--fault", default="", help="one fault alone, by name")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
@@ -103,11 +100,11 @@ def main() -> int:
                     print(f"{name:28} alarms: {', '.join(row['raised']) or 'none'}", flush=True)
     named, alarms = sum(row["named"] for row in found.values()), sum(len(row["raised"]) for row in calm.values())
     result = {
-        "benchmark": "monitors", "faults": len(found), "named": named, "honest_runs": len(calm), "false_alarms": alarms,
+        "faults": len(found), "named": named, "honest_runs": len(calm), "false_alarms": alarms,
         "runs_with_faults": sum(row["made"] == RUN for row in found.values()),
         "recipes": len(HONEST), "cpu_s": round(cpu_s), "by_fault": found, "honest": calm,
     }  # fmt: skip
-    print(json.dumps(result))
+    report("monitors", result)
     return int(named < len(found) or alarms > 0)
 
 

@@ -2,28 +2,23 @@
 
     python benchmarks/planning.py [--repeats 3] [--steps 8] [--case NAME]
 
-Each case is a run of `shaped_run.py`, with its own links and machines. What the simulator must be told (how long saving,
+Each case is a run of `planning_run.py`, with its own links and machines. What the simulator must be told (how long saving,
 publishing, loading, checking and requests take) is measured in the case `open`, without limits; the other cases are
 predicted with it. Repeats have other seeds. In `relays`, a version is cut into many chunks, as a large one is. The last
 line is JSON: for each case the measured median and spread, and the prediction; the errors, relative, or for a share the
 difference; and a table of both.
 """
 
-import argparse
 import asyncio
-import json
 import logging
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a file, as benchmarks are
-
-from benchmarks.shaped_run import WARMUP_STEPS, Case, Seen, config_of, measured
+from benchmarks.measure import arguments, report
+from benchmarks.planning_run import WARMUP_STEPS, Case, Seen, config_of, measured
 from shoal.plan.simulate import simulate
 from shoal.plan.simulation_input import SimulationInput, WorkerMachine
 from shoal.roles.coordinator.main import rules_of
@@ -45,7 +40,7 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="steps measured, after the warm-up")
     parser.add_argument("--case", action="append", default=[], help="only these; `open` is always there")
@@ -59,7 +54,7 @@ def main() -> None:
             last = seen[case.name][-1]
             print(f"{case.name:12} {last.step_s:6.2f} s/step, idle {last.idle_share:4.0%}, lag {last.lag_s:5.2f} s, "
                   f"staleness {last.staleness:.2f}, {last.origin_bytes / 1e6:.2f} MB/step", flush=True)  # fmt: skip
-    print(json.dumps(compared(cases, seen, options.steps)))
+    report("planning", compared(cases, seen, options.steps))
 
 
 def request_s(base: Seen, steps: int) -> float:
@@ -93,7 +88,7 @@ FIGURES = ("step_s", "lag_s", "origin_bytes", "idle_share", "staleness")
 
 def compared(cases: Iterable[Case], seen: dict[str, list[Seen]], steps: int) -> dict[str, Any]:
     """Measured and predicted, by case and figure."""
-    found: dict[str, Any] = {"benchmark": "planning", "load": round(os.getloadavg()[0], 2)}
+    found: dict[str, Any] = {"load": round(os.getloadavg()[0], 2)}
     errors: dict[str, dict[str, float]] = {}
     requests_s = [request_s(base, steps) for base in seen["open"]]
     for case in cases:

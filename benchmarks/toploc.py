@@ -5,7 +5,6 @@ proofs. The package `toploc` 0.1.6 lives in `.venv-toploc`, with a torch that it
 when that is missing. One line of JSON at the end.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -20,6 +19,7 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.measure import arguments, cpu_ms, report
 from shoal.algos.field_polynomials import PRIME
 from shoal.algos.toploc import CHUNK_TOKENS, compare, prove, top_k
 from shoal.config import ACTIVATION_ERROR, TinyPolicy
@@ -37,17 +37,16 @@ GROUP_CHUNKS = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--long", action="store_true", help="1,000 forgeries a cell, 1,000,000 mutated proofs")
     long = parser.parse_args().long
     result = {
-        "benchmark": "toploc",
         "speed": speed(),
         "forgeries": forgeries(1000 if long else 100),
         "honest": honest(),
         "fuzz": fuzz(1_000_000 if long else 20_000),
     }
-    print(json.dumps(result))
+    report("toploc", result)
 
 
 # --- speed ---
@@ -98,12 +97,7 @@ def _theirs() -> dict[str, dict[str, float]]:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(SPEED_REPEATS):
-        began = time.process_time()
-        work()
-        times.append(time.process_time() - began)
-    return median(times)
+    return cpu_ms(SPEED_REPEATS, {"": work})[""] / 1000
 
 
 # --- forgeries ---

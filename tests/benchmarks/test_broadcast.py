@@ -22,7 +22,7 @@ def test_the_bound_is_what_all_links_carry_together_or_one_copy_of_the_origin():
 STORY = """
 import asyncio, time
 from benchmarks.swarm.links import enter_namespace, shaped
-from benchmarks.swarm.world import free_port
+from benchmarks.swarm.processes import free_port
 
 enter_namespace()
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.monitored.between import EDITS, disk_fills, disk_is_full, disk_is_used
-from benchmarks.monitored.changed import CHANGES, heldout_falls, reward_rises
-from benchmarks.monitored.runs import ROOT, SMALL, SUMS, Faults, evaluated, honest, with_metrics
+from benchmarks.faults.edited_metrics import CHANGES, heldout_falls, reward_rises
+from benchmarks.faults.edited_system import EDITS, disk_fills, disk_is_full, disk_is_used
+from benchmarks.faults.runs import ROOT, SMALL, SUMS, Faults, evaluated, honest, with_metrics
 from benchmarks.monitors import EXPECTED, Expected, judged
 from shoal.config import load_run
 from shoal.config.alarm_limits import CAUSES

@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 from safetensors.numpy import save_file
 
+from benchmarks.measure import shoal_command
 from benchmarks.swarm.links import Link, shaped
 from shoal.config import RunConfig
 from shoal.net.client import Client
@@ -89,13 +90,8 @@ class Process:
         self.popen.wait()
 
 
-def shoal(*args: object) -> list[str]:
-    """A command of shoal."""
-    return [sys.executable, "-m", "shoal.cli.main", *map(str, args)]
-
-
 @dataclass
-class World:
+class Swarm:
     """The host's processes and the relays, with their links."""
 
     root: Path
@@ -147,20 +143,20 @@ def free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def world(
+async def swarm(
     root: Path, size_mb: int, uplinks: dict[str, float], seed: int, relays: Collection[str]
-) -> AsyncIterator[World]:
+) -> AsyncIterator[Swarm]:
     """A host, and processes of `relays` that are not started; uplinks are bytes a second, that of "origin" the host's."""
     shares = {"coordinator": "origin"}
     ports = {name: free_port() for name in (*uplinks, *shares)}
     async with shaped(ports, uplinks, seed, shares) as links:
         origin_url = f"http://127.0.0.1:{links['origin'].port}/v1/blobs"
         folder = await asyncio.to_thread(make_run, root, size_mb, ports["coordinator"], ports["origin"], origin_url)
-        made = World(root, folder, links=links, ports=ports)
+        made = Swarm(root, folder, links=links, ports=ports)
         made.coordinator = Process(
-            "coordinator", shoal("role", "coordinator", "--run-dir", folder.root), root / "coordinator.log"
+            "coordinator", shoal_command("role", "coordinator", "--run-dir", folder.root), root / "coordinator.log"
         )
-        made.origin = Process("origin", shoal("role", "origin", "--run-dir", folder.root), root / "origin.log")
+        made.origin = Process("origin", shoal_command("role", "origin", "--run-dir", folder.root), root / "origin.log")
         try:
             made.coordinator.start()
             made.origin.start()
@@ -174,11 +170,11 @@ async def world(
                     process.kill()
 
 
-def relay(made: World, name: str) -> Process:
+def relay(made: Swarm, name: str) -> Process:
     """A relay's process behind its link, not started."""
     public = f"http://127.0.0.1:{made.links[name].port}"
     where = ("--bind", "127.0.0.1", "--port", made.ports[name], "--public-url", public, "--home", made.root / name)
-    return Process(name, shoal("relay", made.url, *where), made.root / f"{name}.log")
+    return Process(name, shoal_command("relay", made.url, *where), made.root / f"{name}.log")
 
 
 async def _url_of(folder: RunFolder) -> None:
@@ -201,7 +197,7 @@ async def listed(url: str, count: int, limit_s: float = 60.0) -> None:
             await asyncio.sleep(0.2)
 
 
-def client(made: World, name: str, home: str = "") -> Process:
+def client(made: Swarm, name: str, home: str = "") -> Process:
     """A client's process, not started; one with a link shares."""
     share = [str(made.ports[name]), f"http://127.0.0.1:{made.links[name].port}"] if name in made.links else []
     command = [sys.executable, "-m", "benchmarks.swarm.client", made.url, str(made.root / (home or name)), *share]
@@ -217,7 +213,7 @@ async def ended(processes: list[Process]) -> list[dict[str, Any]]:
     return [json.loads(process.log.read_text().splitlines()[-1]) for process in processes]
 
 
-async def whole(made: World, names: Collection[str]) -> None:
+async def whole(made: Swarm, names: Collection[str]) -> None:
     """Wait until relays have everything."""
     while True:
         if all("whole=True" in (made.root / f"{name}.log").read_text() for name in names):

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from benchmarks.terms import HONEST, Draws, Move, Sight, Strategy, Terms
-from benchmarks.verdicts import (
+from benchmarks.market.terms import HONEST, Draws, Move, Sight, Strategy, Terms
+from benchmarks.market.verdicts import (
     Case,
     Sent,
     case_of,

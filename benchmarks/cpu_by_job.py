@@ -1,9 +1,9 @@
-"""`shoal` with the CPU time of its three real jobs counted: python benchmarks/tally.py run RECIPE ...
+"""`shoal` with the CPU time of its three heavy jobs counted: python benchmarks/cpu_by_job.py run RECIPE ...
 
 Started by `whole_system.py` in the place of `python -m shoal`, to learn how much CPU a run takes beside generating,
 scoring and training. It puts a stopwatch around `LocalEngine.extend`, `LocalEngine.score` and `Learner.step` in every
 role that has them, and has the launcher start the roles through this file too. Each process keeps its sums in the
-folder $SHOAL_TALLY, in a file named by its process id. The product itself is not changed.
+folder $SHOAL_CPU_BY_JOB, in a file named by its process id. The product itself is not changed.
 """
 
 import json
@@ -21,10 +21,10 @@ WITH_MODEL = ("trainer", "validator", "worker")
 
 def main() -> None:
     """Run the command line of shoal, or a role by the command that the launcher writes: -m shoal role ROLE ..."""
-    folder = Path(os.environ["SHOAL_TALLY"])
+    folder = Path(os.environ["SHOAL_CPU_BY_JOB"])
     if sys.argv[1:3] == ["-m", "shoal.cli.main"]:
         del sys.argv[1:3]
-        if sys.argv[2] in WITH_MODEL:
+        if sys.argv[2] in WITH_MODEL:  # shoal role ROLE
             _watch(folder / f"{os.getpid()}.json")
     else:
         _start_roles_by(folder / "python")
@@ -33,10 +33,8 @@ def main() -> None:
 
 def _start_roles_by(python: Path) -> None:
     """Give the launcher, for an interpreter, a script that runs this file for roles, and is plain Python for the rest."""
-    python.write_text(
-        f'#!/bin/sh\n[ "$1 $2" = "-m shoal" ] && exec "{sys.executable}" "{Path(__file__).resolve()}" "$@"\n'
-        f'exec "{sys.executable}" "$@"\n'
-    )
+    counted, plain = f'exec "{sys.executable}" "{Path(__file__).resolve()}" "$@"', f'exec "{sys.executable}" "$@"'
+    python.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "-m shoal.cli.main role" ] && {counted}\n{plain}\n')
     python.chmod(0o755)
     sys.executable = str(python)
 
@@ -47,6 +45,7 @@ def _watch(file: Path) -> None:
     from shoal.train.learner import Learner
 
     sums = {"generate": 0.0, "score": 0.0, "train": 0.0}
+    file.write_text(json.dumps(sums))
 
     def timed(job: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

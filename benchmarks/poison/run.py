@@ -95,7 +95,7 @@ class Case(NamedTuple):
     """In which workers sample and versions are published."""
 
 
-class Town:
+class PoisonedRun:
     """A run: its log, its one engine for everybody, its trainer."""
 
     def __init__(self, case: Case, plan: Plan, start: Path, folder: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from benchmarks.terms import Draws, Terms
+from benchmarks.market.terms import Draws, Terms
 from shoal.ledger.constants import LAW
 from shoal.ledger.verdict_tally import VerdictTally, tally_verdicts
 from shoal.protocol.audit_selection import must_audit

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.market import Outcome, play, play_beside_rival
-from benchmarks.terms import ALL, NONE, ONE, Draws, Move, Sight, Strategy, Terms
+from benchmarks.market.market import Outcome, play, play_beside_rival
+from benchmarks.market.terms import ALL, NONE, ONE, Draws, Move, Sight, Strategy, Terms
 from shoal.ledger.constants import LAW
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 

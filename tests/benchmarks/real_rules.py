@@ -1,4 +1,4 @@
-"""The same run of workers and validators as `benchmarks/market.py` plays it, by the real `decide` and `apply`.
+"""The same run of workers and validators as `benchmarks/market/market.py` plays it, by the real `decide` and `apply`.
 
 Called by `test_economics.py`. Every event is made and applied to a state in memory, without a store. It uses the
 benchmark's strategies, draws and verdicts, but none of its bookkeeping.
@@ -8,7 +8,7 @@ from math import ceil, inf
 
 import msgspec
 
-from benchmarks.market import (
+from benchmarks.market.market import (
     BLOCK_S,
     IN_HAND_BLOCKS,
     LEASE_S,
@@ -17,8 +17,8 @@ from benchmarks.market import (
     lapse_turns,
     pays_of,
 )
-from benchmarks.terms import ALL, ONE, Draws, Sight, Strategy, Terms
-from benchmarks.verdicts import Sent, case_of, recheck_rate, verdict_of
+from benchmarks.market.terms import ALL, ONE, Draws, Sight, Strategy, Terms
+from benchmarks.market.verdicts import Sent, case_of, recheck_rate, verdict_of
 from shoal.ledger.commands import AskLease, JoinRun, LeaveRun, Publish, Submit, SubmitVerdict, Tick
 from shoal.ledger.pay import Forfeited, Slash
 from shoal.ledger.registry import apply, decide, make_entry

@@ -1,16 +1,7 @@
-"""How fast a page's questions are answered for a large run: `python benchmarks/watch.py [STEPS WORKERS GROUPS]`.
-
-It writes a synthetic run in the real format (a log that replays, submissions as blobs, metrics), builds its index with the
-code that a dashboard uses, and asks each question. The last line is JSON: seconds and bytes of the index, and for each
-question the median and the largest of its answers in milliseconds. Wall time, so keep the machine idle.
-"""
+"""A synthetic run in the real format, as large as asked for: a log that replays, submissions as blobs, and metrics."""
 
 import json
-import statistics
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +26,12 @@ from shoal.protocol.encoding import digest, domain_hash, to_msgpack
 from shoal.roles.coordinator.main import created
 from shoal.run_folder import RunFolder
 from shoal.tree import from_tree
-from shoal.watch.index import Builder, GroupFilter, IndexQueries, filters, group, groups, same_task
-from shoal.watch.reading import open_run
 
 ROLLOUTS = 8
 """Of a group; each lease has one group."""
 
 TURNS = 3
 WORDS = ("two", "plus", "three", "is", "five", "carry", "the", "one", "so", "then", "add", "seven", "minus", "four")
-LIMIT_MS = 300.0
-ROUNDS = 5
 
 RUN = {
     "name": "large", "steps": 1_000_000, "seed": 3, "envs": [{"name": "arithmetic"}],
@@ -52,77 +39,6 @@ RUN = {
     "rollouts": {"group_size": ROLLOUTS, "block_rollouts": ROLLOUTS, "batch_groups": 1, "max_staleness": 1},
     "policy": {"tiny": {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_width": 64, "max_positions": 64}},
 }  # fmt: skip
-
-
-def main(steps: int = 10_000, workers: int = 1_000, num_groups: int = 12_500) -> None:
-    with tempfile.TemporaryDirectory() as temporary:
-        root = Path(temporary) / "run"
-        write_run(root, steps, workers, num_groups)
-        index, began = Path(temporary) / "index.sqlite", time.process_time()
-        with open_run(root) as run:
-            builder = Builder(index, run)
-            builder.build()
-            builder.close()
-        build_s = time.process_time() - began
-        began = time.process_time()
-        with open_run(root) as run:  # as after a restart
-            builder = Builder(index, run)
-            builder.build()
-            builder.close()
-        result = {
-            "steps": steps, "workers": workers, "groups": num_groups, "rollouts": num_groups * ROLLOUTS,
-            "build_cpu_s": round(build_s, 1), "restart_cpu_s": round(time.process_time() - began, 1),
-            "index_mb": round(index.stat().st_size / 1e6, 1), "answers_ms": answers(IndexQueries(index)),
-        }  # fmt: skip
-    slow = {name: ms for name, (_, ms) in result["answers_ms"].items() if ms > LIMIT_MS}
-    print(f"slower than {LIMIT_MS:.0f} ms: {slow or 'none'}")
-    print(json.dumps(result))
-
-
-def answers(look: IndexQueries) -> dict[str, tuple[float, float]]:
-    """Median and largest time of each question, milliseconds."""
-    key = look.nodes(1, role="worker")["rows"][0]["key"]
-    newest = groups(look, 1)["rows"][0]
-    middle = newest["id"] // 2
-    asked: dict[str, Callable[[], object]] = {
-        "overview": lambda: look.overview(1),
-        "series": lambda: look.series(1, "reward_mean", 500, 0.9),
-        "names": lambda: look.names(1),
-        "nodes": lambda: look.nodes(1, role="worker", by="influence"),
-        "nodes_search": lambda: look.nodes(1, search="worker 99"),
-        "nodes_last_page": lambda: look.nodes(1, after=900),
-        "node": lambda: look.node(1, key),
-        "refusal_counts": lambda: look.refusal_counts(1),
-        "refusals": lambda: look.refusals(1, check="sampling"),
-        "validators": lambda: look.validators(1),
-        "differences": lambda: look.differences(1),
-        "versions": lambda: look.versions(1),
-        "ages": lambda: look.ages(1),
-        "kinds": lambda: look.kinds(1),
-        "timeline": lambda: look.timeline(1),
-        "timeline_rare_kind": lambda: look.timeline(1, kinds=["node_joined"]),
-        "timeline_search": lambda: look.timeline(1, search="refused block"),
-        "groups": lambda: groups(look, 1),
-        "groups_middle": lambda: groups(look, 1, after=middle),
-        "groups_reward": lambda: groups(look, 1, GroupFilter(reward_from=0.99)),
-        "groups_worker": lambda: groups(look, 1, GroupFilter(worker=key)),
-        "groups_text_common": lambda: groups(look, 1, GroupFilter(text="carry")),
-        "groups_text_rare": lambda: groups(look, 1, GroupFilter(text="needle")),
-        "groups_text_nothing": lambda: groups(look, 1, GroupFilter(text="absent")),
-        "groups_text_and_worker": lambda: groups(look, 1, GroupFilter(text="carry", worker=key)),
-        "group": lambda: group(look, 1, middle),
-        "same_task": lambda: same_task(look, 1, "arithmetic", 7),
-        "filters": lambda: filters(look, 1),
-    }
-    found = {}
-    for name, ask in asked.items():
-        times = []
-        for _ in range(ROUNDS):
-            began = time.perf_counter()
-            ask()
-            times.append(1000 * (time.perf_counter() - began))
-        found[name] = (round(statistics.median(times), 1), round(max(times), 1))
-    return found
 
 
 def write_run(root: Path, steps: int, workers: int, num_groups: int) -> None:
@@ -230,7 +146,3 @@ def body_of(
 def key_of(what: str, number: int) -> str:
     """32 bytes in hex."""
     return domain_hash(f"benchmark {what}", number.to_bytes(8, "big")).hex()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
