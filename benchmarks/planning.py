@@ -5,8 +5,8 @@
 Each case is a run of `planning_run.py`, with its own links and machines. What the simulator must be told (how long saving,
 publishing, loading, checking and requests take) is measured in the case `open`, without limits; the other cases are
 predicted with it. Repeats have other seeds. In `relays`, a version is cut into many chunks, as a large one is. The last
-line is JSON: for each case the measured median and spread, and the prediction; the errors, relative, or for a share the
-difference; and a table of both.
+line is JSON: for each case the measured median and spread, and the prediction; and the errors, relative, or for a share the
+difference.
 """
 
 import asyncio

@@ -37,14 +37,15 @@ GROUP_CHUNKS = 16
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, "10 forgeries a cell, 1,000 mutated proofs, no package")
     parser.add_argument("--long", action="store_true", help="1,000 forgeries a cell, 1,000,000 mutated proofs")
-    long = parser.parse_args().long
+    options = parser.parse_args()
+    num_forgeries, num_proofs = (1000, 1_000_000) if options.long else (10, 1000) if options.quick else (100, 20_000)
     result = {
-        "speed": speed(),
-        "forgeries": forgeries(1000 if long else 100),
+        "speed": {} if options.quick else speed(),
+        "forgeries": forgeries(num_forgeries),
         "honest": honest(),
-        "fuzz": fuzz(1_000_000 if long else 20_000),
+        "fuzz": fuzz(num_proofs),
     }
     report("toploc", result)
 
