@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -32,6 +32,8 @@ HERE = Path(__file__).resolve().parent
 PEER_VENV = HERE.parent / ".venv-toploc"
 SPEED_WIDTHS, SPEED_CHUNKS, SPEED_REPEATS, ROUNDS = (512, 1024, 4096), 64, 7, 3
 WIDTHS = (64, 256, 512, 2048, 4096)
+SHAPES = ((64, 2), (128, 4), (256, 4), (512, 6))
+"""Widths and layers of the policies that honest work is done with."""
 GROUP_CHUNKS = 16
 """Chunks of the group in which a forger forges everything."""
 
@@ -44,7 +46,7 @@ def main() -> None:
     result = {
         "speed": {} if options.quick else speed(),
         "forgeries": forgeries(num_forgeries),
-        "honest": honest(),
+        "honest": honest(SHAPES[:1] if options.quick else SHAPES),
         "fuzz": fuzz(num_proofs),
     }
     report("toploc", result)
@@ -185,13 +187,13 @@ def typical(source: Source, k: int) -> bytes:
 # --- honest work ---
 
 
-def honest() -> dict[str, dict[str, float]]:
+def honest(shapes: Sequence[tuple[int, int]]) -> dict[str, dict[str, float]]:
     """Groups refused, the worst chunk's and the worst group's error: a random policy, proofs and checks of two engines."""
     table = {}
     print(
         "\nhonest groups                              refused       mismatched   error of a chunk   of a group  (worst)"
     )
-    for width, layers in ((64, 2), (128, 4), (256, 4), (512, 6)):
+    for width, layers in shapes:
         with tempfile.TemporaryDirectory() as folder:
             make_tiny(TinyPolicy(width=width, layers=layers, mlp_width=3 * width), Path(folder) / "p", 0, "float32")
             states = {key: list(_states(Path(folder) / "p", *key)) for key in itertools.product(

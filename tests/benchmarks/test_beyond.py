@@ -41,7 +41,7 @@ def test_a_margin_is_over_the_best_of_the_other_sides_at_their_best_temperatures
             "teacher": {"1.0": teacher}, "imitation": {"1.0": imitation, "0.02": imitation + 0.05},
             "wins": {"1.0": wins, "0.02": wins - 0.1}, "rl": {"1.0": rl, "0.02": rl + 0.02},
             "larger": {"imitation": 0.4, "wins": 0.5, "rl": 0.6},
-            "episodes": 768, "games": 70000, "games_won": 30000, "curve": [0.4, 0.5],
+            "episodes": 768, "games": 70000, "games_won": 30000,
             "seed": round(10 * rl), "heldout_curve": [0.5, rl],
             "wall_s": 200.4, "wall_s_of_rl": 99.6, "cpu_s_of_rl": 150.4,
         }  # fmt: skip
