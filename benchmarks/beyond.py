@@ -47,7 +47,7 @@ from shoal.envs.load import load_env
 from shoal.envs.play import play_scripted
 from shoal.jobs import sft
 from shoal.models.checkpoint import load_policy, save_policy
-from shoal.protocol.messages import Sampling, StepRewards
+from shoal.protocol.messages import Sampling
 from shoal.train.sft import fine_tune
 
 RECIPES = ROOT / "recipes"
@@ -202,10 +202,10 @@ def run_here(settings: list[str], out: Path) -> dict[str, Any]:
     heldout_curve, measuring_s = [heldout_rate(env, Path(config.policy.path))], 0.0
     began, cpu_before = time.monotonic(), time.process_time()
 
-    def noting(*how: Any) -> tuple[tuple[float, ...], tuple[StepRewards, ...]]:
-        rewards, steps = judged(*how)
-        games[-1].extend(rewards)
-        return rewards, steps
+    def noting(*how: Any) -> Any:
+        found = judged(*how)
+        games[-1].extend(found[0])  # the rewards
+        return found
 
     def after_step(line: str) -> None:
         nonlocal measuring_s

@@ -22,7 +22,7 @@ QUICK = {
     "kill_storm": "--kills 2",
     "losses/cost": "--steps 1 --rounds 1",
     "monitors": "--only faults --fault host_clock",
-    "page": "--steps 60 --workers 20 --groups 80 --viewers 5 --rounds 1 --seconds 3",
+    "page": "--steps 100 --workers 20 --groups 120 --viewers 5 --rounds 1 --seconds 3",
     "patches": "--quick",
     "planning": "--repeats 1 --steps 2 --case uplink",
     "poisoning": "--quick",
