@@ -4,14 +4,11 @@ Run: `OMP_NUM_THREADS=1 python benchmarks/monitors.py`. `--only honest` or `--on
 JSON at the end; exit code 1 if a fault is not named, if another worker is blamed, or if an honest run has an alarm.
 
 Real runs, in one process, with real coordinator, trainer, validators and workers: for the faults a small run of
-arithmetic, for honest ones three recipes. Their seeds were not used while limits were chosen: those were chosen on seeds
-3, 11, 12, 21 and 22, and on runs of Wordle and of the stages of R1-Zero and INTELLECT-2 that other benchmarks had made.
-Seeds 31 and 32 were reported once. The slow worker that was missed there had held up batches, so the monitor was changed
-and not the fault; those seeds are spent since then. Seeds 41 and 42 were reported before honest runs evaluated anything
-and before the launcher looked at them between steps; 51, 52, 61, 62, 71 and 72 when rows were missed that were changed
-since (`LOG.md`): rows were made to work on seeds 43, 44 and 101 to 106.
-Faults that take long to cause are edited into the record of the honest run of Wordle: its metrics and evaluations
-(`faults/edited_metrics.py`), or the clock, the quota or the free space that the launcher sees (`faults/edited_system.py`).
+arithmetic, for honest ones three recipes. Seeds that are spent: 3, 11, 12, 21 and 22, on which limits were chosen; 31,
+32, 41, 42, 51, 52, 61, 62, 71 and 72, which were reported, and monitors or rows changed since; 43, 44 and 101 to 106, on
+which rows were made to work. Faults that take long to cause are edited into the record of the honest run of Wordle: its
+metrics and evaluations (`faults/edited_metrics.py`), or the clock, the quota or the free space that the launcher sees
+(`faults/edited_system.py`).
 
 A fault is named rightly if the expected alarm is raised, if no other is raised but those that follow from it, and if an
 alarm about a worker is about the one with the fault.
