@@ -9,7 +9,7 @@
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
 #   make light    tests that need no torch, on another version of Python, if there is one
 #   make docs     the docs as a site, in site/: open site/index.html
-#   make bench    those benchmarks that need nothing else; their results go to docs/reference/figures.md
+#   make bench    those benchmarks that need nothing else; their results go to docs/figures.md
 #   make prometheus  install the server with which the tests of deploy/watch scrape a run
 #   make browser  install Chromium and its driver: the tests of the page in a browser need them, and so do its pictures
 #   make foreign  install the packages whose environments the tests play, each into a virtual environment of its own

@@ -1,6 +1,6 @@
 """Whether RL goes beyond its teacher: recipes/stones.toml beside three ways to imitate, five seeds.
 
-    python benchmarks/beyond.py [--seeds 1,2,3,4,5] [--roles] [--keep FOLDER] [--picture FILE] [--quick]
+    python benchmarks/beyond.py [--seeds 1,2,3,4,5] [--keep FOLDER] [--picture FILE] [--quick]
     python benchmarks/beyond.py --exact
 
 In the game `environments/stones` the opponent plays half of its turns without fault. The teacher sees only wins in one
@@ -9,25 +9,21 @@ move; otherwise it is cautious, and so seldom makes the move that wins. Four sid
 - teacher: the scripted player itself;
 - imitation: recipes/stones-start.toml, then more of the teacher's games, as many as RL plays;
 - wins: the same, but of these games it imitates only those that the teacher won (rejection sampling);
-- rl: the same start, then recipes/stones.toml. With `--roles` by `shoal run`, in processes: coordinator, trainer, workers
-  and validator; else by recipes/one_file.py, in this process and without staleness. All games count, also those of groups
-  without signal.
+- rl: the same start, then recipes/stones.toml, by recipes/one_file.py, in this process and without staleness. All games
+  count, also those of groups without signal.
 
 Sides have the same tokenizer, size and first weights. Each plays the same held-out tasks, whose starts training never
 shows, at several temperatures, and its best one counts, chosen on these very games. RL's margin is over the best of the
 other three. `larger` has games from 61 to 99 stones at that temperature. `exact` has what can be computed without a model:
 win rates of the teacher, of perfect play, and of players that know the teacher's moves in infinitely many wins, at the same
 temperatures; `--exact` prints these alone. `heldout_curve` and the picture have the win rate from held-out starts at
-temperature 1 after every tenth step, computed from the policy's probabilities; not with `--roles`. The last line is JSON;
-lists have a number a seed. The exit code is 1 if a bar is missed.
+temperature 1 after every tenth step, computed from the policy's probabilities. The last line is JSON; lists have a number a
+seed. The exit code is 1 if a bar is missed.
 """
 
-import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,26 +35,22 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import stones
+from benchmarks.measure import ROOT, arguments, numbers, report
+from recipes import one_file
+from shoal.chat.renderer import Renderer
+from shoal.config import SftConfig, load_run, load_sft, sampling_of
+from shoal.engine.native import LocalEngine
+from shoal.env import Env
+from shoal.envs.evaluate import evaluate
+from shoal.envs.load import load_env
+from shoal.envs.play import play_scripted
+from shoal.jobs import sft
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.protocol.messages import Sampling
+from shoal.train.sft import fine_tune
+
 RECIPES = ROOT / "recipes"
-sys.path[:0] = [str(ROOT), str(RECIPES)]  # started as a file, as benchmarks are
-
-import one_file  # noqa: E402
-
-from benchmarks.claims import stones  # noqa: E402
-from benchmarks.claims.curves.picture import Line, picture  # noqa: E402
-from shoal.chat.renderer import Renderer  # noqa: E402
-from shoal.config import SftConfig, load_run, load_sft, sampling_of  # noqa: E402
-from shoal.engine.native import LocalEngine  # noqa: E402
-from shoal.env import Env  # noqa: E402
-from shoal.envs.evaluate import evaluate  # noqa: E402
-from shoal.envs.load import load_env  # noqa: E402
-from shoal.envs.play import play_scripted  # noqa: E402
-from shoal.jobs import sft  # noqa: E402
-from shoal.models.checkpoint import load_policy, save_policy  # noqa: E402
-from shoal.protocol.messages import Sampling, StepRewards  # noqa: E402
-from shoal.train.sft import fine_tune  # noqa: E402
-
 GREEDY = 0.02
 """Temperature at which the likeliest token is drawn unless another is almost as likely."""
 TEMPERATURES = (1.0, 0.7, 0.4, GREEDY)
@@ -75,19 +67,17 @@ BAR = 0.10
 
 def main() -> int:
     """Measure all seeds, print their win rates, and all figures as JSON at the end."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="1,2,3,4,5")
-    parser.add_argument("--roles", action="store_true", help="RL by `shoal run`, in processes of their own")
+    parser = arguments(__doc__, "few steps of one seed: proves only that it runs")
+    parser.add_argument("--seeds", type=numbers, default=[1, 2, 3, 4, 5])
     parser.add_argument("--keep", type=Path, help="a folder for each seed's figures: those there are not measured")
     parser.add_argument("--picture", type=Path, help="an SVG file for the curves")
     parser.add_argument("--exact", action="store_true", help="only what needs no model, in words")
-    parser.add_argument("--quick", action="store_true", help="few steps of one seed: proves only that it runs")
     asked = parser.parse_args()
     without_model = stones.exact(game(), TEMPERATURES)
     if asked.exact:
         print(in_words(without_model))
         return 0
-    seeds = [int(seed) for seed in asked.seeds.split(",")][: 1 if asked.quick else None]
+    seeds = asked.seeds[: 1 if asked.quick else None]
     torch.set_num_threads(1)
     found = []
     for seed in seeds:
@@ -95,17 +85,16 @@ def main() -> int:
         if kept and kept.exists():
             found.append(json.loads(kept.read_text()))
         else:
-            found.append(measured(seed, asked.roles, asked.quick))
+            found.append(measured(seed, asked.quick))
             if kept:
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 kept.write_text(json.dumps(found[-1]))
         wins = ", ".join(f"{side} {best(found[-1][side]):.1%}" for side in SIDES)
         print(f"seed {seed}: {wins} in {found[-1]['wall_s']:.0f} s", flush=True)
     figures = figures_of(found)
-    if asked.picture and figures["heldout_curve"]:
-        asked.picture.write_text(curves(figures["heldout_curve"], without_model))
-    how = "shoal run" if asked.roles else "one_file.py"
-    print(json.dumps({"benchmark": "beyond", "seeds": seeds, "by": how, **figures, "exact": without_model}))
+    if asked.picture:
+        draw(asked.picture, figures["heldout_curve"], without_model)
+    report("beyond", {"seeds": seeds, **figures, "exact": without_model})
     return 0 if asked.quick or figures["margin_worst"] >= BAR else 1
 
 
@@ -127,18 +116,20 @@ def in_words(exact: Mapping[str, Any]) -> str:
     return "\n".join(["Wins from the same held-out starts, calculated, each at its best temperature:", *lines])
 
 
-def curves(by_seed: Mapping[str, Sequence[float]], exact: Mapping[str, Any]) -> str:
-    """The picture: win rates over the steps of RL, beside those of the other sides at their limits."""
-    last = EVERY * max(len(rates) - 1 for rates in by_seed.values())
-    limits = {"perfect play": exact["perfect"], "imitation of wins": best(exact["wins"]), "teacher": exact["teacher"]}
-    lines = [
-        Line(f"RL, {name.replace('_', ' ')}", [(EVERY * i, rate) for i, rate in enumerate(rates)], colour)
-        for colour, (name, rates) in enumerate(by_seed.items())
-    ]
-    lines += [
-        Line(name, [(0, limit), (last, limit)], len(by_seed) + i) for i, (name, limit) in enumerate(limits.items())
-    ]
-    return picture("Held-out starts, temperature 1", "step", "win rate", lines)
+def draw(path: Path, by_seed: Mapping[str, Sequence[float]], exact: Mapping[str, Any]) -> None:
+    """Win rates over the steps of RL, and the limits of the other sides."""
+    import matplotlib.pyplot as plt
+
+    chart, axes = plt.subplots(figsize=(7.6, 4.2))
+    for name, rates in by_seed.items():
+        axes.plot([EVERY * i for i in range(len(rates))], rates, label=f"RL, {name.replace('_', ' ')}")
+    limits = {"teacher": exact["teacher"], "imitation of wins": best(exact["wins"]), "perfect play": exact["perfect"]}
+    for name, limit in limits.items():
+        axes.axhline(limit, color="grey", linewidth=1)
+        axes.text(0, limit, name, fontsize=8, va="bottom")
+    axes.set(title="Held-out starts, temperature 1", xlabel="step", ylabel="win rate")
+    axes.legend(fontsize=8)
+    chart.savefig(path)
 
 
 def figures_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -161,8 +152,7 @@ def figures_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "larger": {side: [round(one["larger"][side], 4) for one in found] for side in SIDES[1:]},
         "games": [one["games"] for one in found],
         "games_won_by_the_teacher": [one["games_won"] for one in found],
-        "curves": [one["curve"] for one in found],
-        "heldout_curve": {f"seed_{one['seed']}": one["heldout_curve"] for one in found if one["heldout_curve"]},
+        "heldout_curve": {f"seed_{one['seed']}": one["heldout_curve"] for one in found},
         "wall_s": [round(one["wall_s"]) for one in found],
         "wall_s_of_rl": [round(one["wall_s_of_rl"]) for one in found],
         "cpu_s_of_rl": [round(one["cpu_s_of_rl"]) for one in found],
@@ -174,8 +164,8 @@ def best(by_temperature: Mapping[str, float]) -> float:
     return max(by_temperature.values())
 
 
-def measured(seed: int, roles: bool, quick: bool) -> dict[str, Any]:
-    """All sides of a seed: win rates by temperature, the reward of each step of RL, and what it took."""
+def measured(seed: int, quick: bool) -> dict[str, Any]:
+    """All sides of a seed: win rates by temperature, and what it took."""
     began = time.monotonic()
     overrides = [f"seed={seed}", *(["steps=200"] if quick else [])]
     recipe = load_sft(RECIPES / "stones-start.toml", overrides)
@@ -185,7 +175,7 @@ def measured(seed: int, roles: bool, quick: bool) -> dict[str, Any]:
         start = place / "start"
         sft.main(RECIPES / "stones-start.toml", start, overrides)
         settings = [f"seed={seed}", f"policy.path={start}", *(["steps=10"] if quick else [])]
-        learned = (run_roles if roles else run_here)(settings, place / "rl")
+        learned = run_here(settings, place / "rl")
         sampling = sampling_of(load_run(RECIPES / "stones.toml", settings))
         renderer = Renderer.from_directory(start)
         played = teacher_games(env, renderer, learned["games"], seed, sampling)
@@ -206,16 +196,16 @@ def measured(seed: int, roles: bool, quick: bool) -> dict[str, Any]:
 
 
 def run_here(settings: list[str], out: Path) -> dict[str, Any]:
-    """All steps of RL in this process: the policy, the number of games, each step's mean reward, and what it took."""
+    """All steps of RL in this process: the policy, the number of games, and what it took."""
     config = load_run(RECIPES / "stones.toml", [*settings, "rollouts.max_staleness=0", "verify.audit_rate=1.0"])
     judged, games, env = one_file.recomputed, list[list[float]]([[]]), game()
     heldout_curve, measuring_s = [heldout_rate(env, Path(config.policy.path))], 0.0
     began, cpu_before = time.monotonic(), time.process_time()
 
-    def noting(*how: Any) -> tuple[tuple[float, ...], tuple[StepRewards, ...]]:
-        rewards, steps = judged(*how)
-        games[-1].extend(rewards)
-        return rewards, steps
+    def noting(*how: Any) -> Any:
+        found = judged(*how)
+        games[-1].extend(found[0])  # the rewards
+        return found
 
     def after_step(line: str) -> None:
         nonlocal measuring_s
@@ -228,8 +218,7 @@ def run_here(settings: list[str], out: Path) -> dict[str, Any]:
     with patch.object(one_file, "recomputed", noting):
         one_file.train(config, out, RECIPES, after_step)
     return {
-        "policy": out / "published", "games": sum(map(len, games)),
-        "curve": [round(statistics.fmean(rewards), 4) for rewards in games if rewards], "heldout_curve": heldout_curve,
+        "policy": out / "published", "games": sum(map(len, games)), "heldout_curve": heldout_curve,
         "wall_s_of_rl": time.monotonic() - began - measuring_s,
         "cpu_s_of_rl": time.process_time() - cpu_before - measuring_s,
     }  # fmt: skip
@@ -239,29 +228,6 @@ def heldout_rate(env: Any, policy: Path) -> float:
     """A policy's win rate from held-out starts at temperature 1, by its probabilities."""
     model, renderer = load_policy(policy, torch.float32), Renderer.from_directory(policy)
     return stones.rate(env, stones.learned(env, model, renderer))
-
-
-def run_roles(settings: list[str], out: Path) -> dict[str, Any]:
-    """The same by `shoal run`. Games are those of all groups that were judged."""
-    words = [word for setting in [*settings, "eval.episodes=0"] for word in ("--set", setting)]
-    command = [sys.executable, "-m", "shoal.cli.main", "run", str(RECIPES / "stones.toml"), "--out", str(out), *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    log = out.with_suffix(".log")
-    with log.open("wb") as told:
-        ended = subprocess.run(
-            command, stdout=told, stderr=told, stdin=subprocess.DEVNULL, check=False, env=environment
-        )
-    if ended.returncode:
-        raise SystemExit(f"shoal run ended with {ended.returncode}:\n" + "\n".join(log.read_text().splitlines()[-20:]))
-    summary = json.loads((out / "summary.json").read_text())
-    group_size = load_run(RECIPES / "stones.toml", settings).rollouts.group_size
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "policy": out / "checkpoints" / "final",
-        "games": (summary["accepted"] + sum(summary["refused"].values())) * group_size,
-        "curve": [line["reward_all_mean"] for line in lines if "reward_all_mean" in line], "heldout_curve": [],
-        "wall_s_of_rl": summary["wall_s"], "cpu_s_of_rl": sum(summary["cpu_s"].values()),
-    }  # fmt: skip
 
 
 Example = tuple[list[int], list[int]]

@@ -41,10 +41,11 @@ from typing import Any
 import psutil
 import uvloop
 
+from benchmarks.measure import arguments, report
 from benchmarks.swarm import shardcast
 from benchmarks.swarm.idle import crowded_relay
 from benchmarks.swarm.links import enter_namespace
-from benchmarks.swarm.world import MB, Process, client, ended, listed, whole, world
+from benchmarks.swarm.processes import MB, Process, client, ended, listed, swarm, whole
 
 NUM_CLIENTS, NUM_RELAYS = 8, 3
 
@@ -98,7 +99,7 @@ async def _swarm(asked: Asked, root: Path, rate: float, *, sharing: bool) -> dic
     relays = [f"relay{i}" for i in range(NUM_RELAYS)]
     names = [f"client{i}" for i in range(NUM_CLIENTS)]
     uplinks = dict.fromkeys(["origin", *relays, *(names if sharing else [])], rate)
-    async with world(root, asked.size_mb, uplinks, asked.seed, relays) as made:
+    async with swarm(root, asked.size_mb, uplinks, asked.seed, relays) as made:
         for process in made.relays:
             process.start()
         await listed(made.url, NUM_RELAYS)
@@ -136,7 +137,7 @@ async def bad(asked: Asked, root: Path) -> dict[str, Any]:
     """Six relays of which three are good."""
     good = ["good0", "good1", "good2"]
     uplinks = dict.fromkeys([*good, "killed", "liar", "origin"], asked.rate) | {"slow": asked.rate / 200}
-    async with world(root, asked.size_mb, uplinks, asked.seed, [*good, "killed", "slow"]) as made:
+    async with swarm(root, asked.size_mb, uplinks, asked.seed, [*good, "killed", "slow"]) as made:
         made.links["origin"].line.rate(0)  # they fill as fast as the machine can
         public = f"http://127.0.0.1:{made.links['liar'].port}"
         liar = [sys.executable, "-m", "benchmarks.swarm.liar", made.url, str(root / "liar")]
@@ -168,7 +169,7 @@ async def bad(asked: Asked, root: Path) -> dict[str, Any]:
 
 async def idle(asked: Asked, root: Path) -> dict[str, Any]:
     """A relay with 2,000 idle or stuck connections."""
-    async with world(root, 100, {"origin": 0.0, "relay0": 0.0}, asked.seed, ["relay0"]) as made:
+    async with swarm(root, 100, {"origin": 0.0, "relay0": 0.0}, asked.seed, ["relay0"]) as made:
         made.relays[0].start()
         await made.publish(1 << 20)
         await whole(made, ["relay0"])
@@ -181,7 +182,7 @@ async def kills(asked: Asked, root: Path) -> dict[str, Any]:
     """SIGKILLs while three clients fetch again and again."""
     relays, names, rng = ["relay0", "relay1"], ["client0", "client1", "client2"], random.Random(asked.seed)
     completed = 0
-    async with world(root, asked.size_mb, dict.fromkeys(["origin", *relays], asked.rate), asked.seed, relays) as made:
+    async with swarm(root, asked.size_mb, dict.fromkeys(["origin", *relays], asked.rate), asked.seed, relays) as made:
         assert made.origin is not None
         for process in made.relays:
             process.start()
@@ -269,10 +270,7 @@ CASES: dict[str, Callable[[Asked, Path], Coroutine[Any, Any, dict[str, Any]]]] =
 
 def main() -> int:
     """Measure, print; 1 if a bar was missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="less of everything: 40 MB in chunks of 128 KiB at 8 Mb/s, 20 kills"
-    )
+    parser = arguments(__doc__, "less of everything: 40 MB in chunks of 128 KiB at 8 Mb/s, 20 kills")
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--mbit", type=float, default=0.0, help="uplinks, Mb/s (default: 200, quick: 8)")
     parser.add_argument(
@@ -310,7 +308,7 @@ def main() -> int:
               for what, bar in bars[name].items() if sign * figures[name][what] > sign * bar]  # fmt: skip
     for line in sorted(missed):
         print(f"missed: {line}")
-    print(json.dumps({"benchmark": "broadcast", **figures}))
+    report("broadcast", figures)
     return int(bool(missed))
 
 

@@ -10,7 +10,6 @@ processes of the host share the others. The bar: completions reach 0.8 of the to
 delay. No peer publishes such a figure, so none runs beside us. Ends with one line of JSON.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -26,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+
+from benchmarks.measure import arguments, report, shoal_command, wait_for
 
 KINDS = ("episodes", "completions")
 
@@ -66,11 +67,10 @@ episodes = 0
 
 def main() -> None:
     """Measure both kinds in turn, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "one repeat of 15 seconds")
     parser.add_argument("--delay-ms", type=float, default=80.0, help="added to each round trip")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one repeat of 15 seconds")
     asked = parser.parse_args()
     seconds, repeats = (15.0, 1) if asked.quick else (asked.seconds, asked.repeats)
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -81,10 +81,12 @@ def main() -> None:
     median = {kind: statistics.median(values) for kind, values in found.items()}
     ratios = [b / a for a, b in zip(found["episodes"], found["completions"], strict=True)]
     ratio = statistics.median(ratios)
-    head = {"benchmark": "completions", "delay_ms": asked.delay_ms, "seconds": seconds, "repeats": repeats}
+    head = {"delay_ms": asked.delay_ms, "seconds": seconds, "repeats": repeats}
     figures = {f"{kind}_tokens_per_s": round(value, 1) for kind, value in median.items()}
     load = {"load": [round(each, 1) for each in os.getloadavg()]}
-    print(json.dumps({**head, **load, **figures, "ratio": round(ratio, 3), "ratios": [round(r, 3) for r in ratios]}))
+    report(
+        "completions", {**head, **load, **figures, "ratio": round(ratio, 3), "ratios": [round(r, 3) for r in ratios]}
+    )
     sys.exit(ratio < BAR)
 
 
@@ -125,7 +127,7 @@ def pinned(cores: set[int]) -> Iterator[None]:
 def started(folder: Path, name: str, *words: str) -> Iterator[None]:
     """A command of ours in the background."""
     with (folder / f"{name}.log").open("wb") as log:
-        command = [sys.executable, "-m", "shoal.cli.main", *words]
+        command = shoal_command(*words)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=environment)
         try:
@@ -151,16 +153,6 @@ def worker(url: str) -> dict | None:  # type: ignore[type-arg]
     """What the coordinator says of the worker."""
     nodes = httpx.get(f"{url}/v1/nodes", timeout=10.0).json()
     return next((node for node in nodes if node["role"] == "worker"), None)
-
-
-def wait_for(holds, what: str, limit_s: float):  # type: ignore[no-untyped-def]
-    """What something gives once it is true; raises after a time limit."""
-    deadline = time.monotonic() + limit_s
-    while not (found := holds()):
-        if time.monotonic() > deadline:
-            raise SystemExit(f"gave up waiting for {what} after {limit_s:.0f} s")
-        time.sleep(0.1)
-    return found
 
 
 # --- the proxy ---

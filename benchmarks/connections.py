@@ -9,7 +9,6 @@ coordinator's memory under a header without end and under unsigned bodies. Attac
 seconds. Ends with one JSON line.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -17,7 +16,6 @@ import multiprocessing
 import random
 import resource
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -26,6 +24,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from benchmarks.measure import arguments, report, shoal_command
 from shoal.config import RunConfig
 from shoal.errors import PeerError
 from shoal.net.client import Client
@@ -44,7 +43,7 @@ PART = b"x" * (256 << 10)
 
 def main() -> None:
     """Measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--idle", type=int, default=1100, help="idle connections")
     parser.add_argument("--seconds", type=float, default=5.0, help="that each rate is measured")
     asked = parser.parse_args()
@@ -57,7 +56,7 @@ def main() -> None:
         figures["unsigned_bodies"] = asyncio.run(unsigned_bodies(process, port))
     for name, value in figures.items():
         print(f"{name:>24}  {value}")
-    print(json.dumps({"benchmark": "connections", **figures}))
+    report("connections", figures)
 
 
 @contextlib.contextmanager
@@ -66,7 +65,7 @@ def coordinator() -> Iterator[tuple[psutil.Process, int]]:
     with tempfile.TemporaryDirectory(prefix="shoal-connections-") as name:
         folder = RunFolder(Path(name) / "run")
         folder.prepare(from_tree(RUN, RunConfig, "benchmark"), Path(name))
-        command = [sys.executable, "-m", "shoal.cli.main", "role", "coordinator", "--run-dir", str(folder.root)]
+        command = shoal_command("role", "coordinator", "--run-dir", str(folder.root))
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=_limit_files)
         try:
             while not folder.address.exists():

@@ -9,9 +9,7 @@ with half as many workers as are asked for and room for all of them, and with al
 wait in their polls for a lease. No peer publishes such a figure, so none runs beside us. Ends with one JSON line.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import secrets
@@ -24,6 +22,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+from benchmarks.measure import arguments, report
 from shoal.algos.activation_projection import VALUES
 from shoal.config import RunConfig
 from shoal.net.key_files import load_or_make_key
@@ -50,11 +49,10 @@ VALIDATORS = 3
 
 def main() -> None:
     """Measure without and with a crowd, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "200 workers, 5 seconds")
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="200 workers, 5 seconds")
     asked = parser.parse_args()
     workers, seconds = (200, 5.0) if asked.quick else (asked.workers, asked.seconds)
     figures = {
@@ -67,14 +65,14 @@ def main() -> None:
             f"{name:8}{each['submissions_per_s']:15.1f}{each['verdicts_per_s']:12.1f}"
             f"{each['verdicts_per_cpu_s']:14.1f}{each['waiting_mean']:9.0f}{each['longest_wait_s']:13.1f}s"
         )
-    head = {"benchmark": "crowd", "workers": workers, "seconds": seconds, "seed": asked.seed, "work_s": WORK_S}
-    print(json.dumps({**head, "load": [round(each, 1) for each in os.getloadavg()], **figures}))
+    head = {"workers": workers, "seconds": seconds, "seed": asked.seed, "work_s": WORK_S}
+    report("crowd", {**head, "load": [round(each, 1) for each in os.getloadavg()], **figures})
 
 
 def measure(workers: int, at_work: int, seconds: float, seed: int) -> dict[str, float]:
     """Figures of a run in which `at_work` leases may be out at a time."""
     with tempfile.TemporaryDirectory(prefix="shoal-crowd-") as name:
-        return asyncio.run(Town(Path(name), workers, at_work, seed).measure(seconds))
+        return asyncio.run(CrowdRun(Path(name), workers, at_work, seed).measure(seconds))
 
 
 @dataclass
@@ -120,7 +118,7 @@ class Caller:
         return from_json(body, kind)
 
 
-class Town:
+class CrowdRun:
     """A run whose roles only send requests: they generate, check and learn nothing."""
 
     def __init__(self, root: Path, workers: int, at_work: int, seed: int) -> None:

@@ -13,8 +13,6 @@ between the two measurements around it, each the mean with the one before. Other
 early in a run most draws still teach, so a curriculum saves less. The last line is JSON.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -27,17 +25,14 @@ from unittest.mock import patch
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]  # started as a file, as benchmarks are
-
-import one_file  # noqa: E402
-
-from shoal.chat.renderer import Renderer  # noqa: E402
-from shoal.config import RunConfig, check_run, sampling_of  # noqa: E402
-from shoal.envs.evaluate import evaluate  # noqa: E402
-from shoal.envs.load import env_of  # noqa: E402
-from shoal.protocol.messages import Block, Group  # noqa: E402
-from shoal.tree import from_tree  # noqa: E402
+from benchmarks.measure import ROOT, arguments, numbers, report
+from recipes import one_file
+from shoal.chat.renderer import Renderer
+from shoal.config import RunConfig, check_run, sampling_of
+from shoal.envs.evaluate import evaluate
+from shoal.envs.load import env_of
+from shoal.protocol.messages import Block, Group
+from shoal.tree import from_tree
 
 LEVELS = ({"digits": 1}, {"digits": 2}, {"digits": 2, "operands": 3})
 """Arguments of the three difficulties, easiest first."""
@@ -57,12 +52,11 @@ Curve = list[tuple[int, list[float]]]
 
 def main() -> int:
     """Run both sides of each seed, print their curves, and all figures as JSON at the end."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="1,2,3")
+    parser = arguments(__doc__, "8 steps of one seed: proves only that it runs")
+    parser.add_argument("--seeds", type=numbers, default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--quick", action="store_true", help="8 steps of one seed: proves only that it runs")
     asked = parser.parse_args()
-    seeds = [int(seed) for seed in asked.seeds.split(",")][: 1 if asked.quick else None]
+    seeds = asked.seeds[: 1 if asked.quick else None]
     runs = [(seed, 8 if asked.quick else STEPS, side) for seed in seeds for side in SIDES]
     with ProcessPoolExecutor(asked.jobs, get_context("spawn")) as pool:
         curves = dict(zip([(seed, side) for seed, _, side in runs], pool.map(measured, runs), strict=True))
@@ -79,7 +73,8 @@ def main() -> int:
         }
         figures |= {f"tokens_to_{name}_{side}": found for side, found in tokens.items()}
     worst = figures[f"worst_to_{100 * TARGET:.0f}"]
-    print(json.dumps({"benchmark": "curriculum", **figures, "tables": {"curves": table(seeds, curves)}}))
+    print(table(seeds, curves))
+    report("curriculum", figures)
     return 0 if asked.quick or worst <= BAR else 1
 
 

@@ -13,20 +13,15 @@ Two loads: `grouped`, as RL asks for (16 rollouts of each prompt: ours reads a p
 on a shared machine. The last line is JSON.
 """
 
-import argparse
-import json
-import os
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from shoal.config import TinyPolicy, child_environment
+from benchmarks.measure import arguments, cpu_ms, numbers, pin_threads, report
+from shoal.config import TinyPolicy
 from shoal.engine.interface import EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.models.random_model import make_tiny
@@ -36,8 +31,8 @@ PROMPT, NEW, VOCABULARY, GROUP = 32, 64, 64, 16
 
 def main() -> None:
     """Compare at each batch size, print a line for each load, and all figures as JSON at the end."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", default="1,64,256")
+    parser = arguments(__doc__)
+    parser.add_argument("--batches", type=numbers, default=[1, 64, 256])
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -49,10 +44,10 @@ def main() -> None:
         peer = AutoModelForCausalLM.from_pretrained(directory).eval()
         peer.generation_config.eos_token_id = None  # else it replaces the one that we leave out
     figures: dict[str, float] = {}
-    for batch in map(int, options.batches.split(",")):
+    for batch in options.batches:
         for load in ("grouped", "distinct") if batch >= GROUP else ("distinct",):
             figures |= compare(engine, peer, batch, load, options.repeats)
-    print(json.dumps({"benchmark": "decode", "threads": 1, "prompt": PROMPT, "new": NEW, "group": GROUP, **figures}))
+    report("decode", {"threads": 1, "prompt": PROMPT, "new": NEW, "group": GROUP, **figures})
 
 
 def compare(engine: LocalEngine, peer: torch.nn.Module, batch: int, load: str, repeats: int) -> dict[str, float]:
@@ -65,14 +60,7 @@ def compare(engine: LocalEngine, peer: torch.nn.Module, batch: int, load: str, r
         "generate": lambda: theirs(peer, prompts, logits=False),
         "generate_logprobs": lambda: theirs(peer, prompts, logits=True),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):
-        for name, way in ways.items():
-            start = time.process_time()
-            way()
-            if repeat > 0:  # the first is for warming up
-                seconds[name].append(time.process_time() - start)
-    speed = {name: batch * NEW / statistics.median(taken) for name, taken in seconds.items()}
+    speed = {name: 1000 * batch * NEW / taken for name, taken in cpu_ms(repeats, ways).items()}
     ratio = speed["engine"] / max(speed["generate"], speed["generate_logprobs"])
     print(
         f"batch {batch:4d} {load:8s}  engine {speed['engine']:7.0f} tokens per CPU-second  generate "
@@ -116,6 +104,5 @@ def theirs(peer: torch.nn.Module, prompts: torch.Tensor, logits: bool) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":  # threads and memory are settled when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], child_environment(threads=1))
+    pin_threads()
     main()

@@ -7,7 +7,6 @@ A run takes about four minutes on two cores. Wins are those of the held-out word
 have a number a seed. The exit code is 1 if the report is larger than 2 MB.
 """
 
-import argparse
 import json
 import math
 import os
@@ -18,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-
+from benchmarks.measure import ROOT, arguments, numbers, report, shoal_command
 
 MOST_REPORT_MB = 2.0
 """Bar: such a file can be sent by mail."""
@@ -27,9 +25,9 @@ MOST_REPORT_MB = 2.0
 
 def main() -> int:
     """One run a seed, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="1,2,3")
-    seeds = [int(seed) for seed in parser.parse_args().seeds.split(",")]
+    parser = arguments(__doc__)
+    parser.add_argument("--seeds", type=numbers, default=[1, 2, 3])
+    seeds = parser.parse_args().seeds
     summaries = []
     with tempfile.TemporaryDirectory() as scratch:
         for seed in seeds:
@@ -38,23 +36,13 @@ def main() -> int:
             print(f"seed {seed}: {before:.1%} -> {after:.1%} in {summaries[-1]['wall_s']:.0f} s", flush=True)
         size_mb = report_mb(Path(scratch) / str(seeds[-1]))
     print(f"the report on the last run has {size_mb:.2f} MB, bar {MOST_REPORT_MB:g}")
-    print(json.dumps({"benchmark": "demo", "seeds": seeds, **figures(summaries), "report_mb": size_mb}))
+    report("demo", {"seeds": seeds, **figures(summaries), "report_mb": size_mb})
     return 0 if size_mb <= MOST_REPORT_MB else 1
 
 
 def run(seed: int, out: Path) -> dict[str, Any]:
     """The summary of a whole run."""
-    command = [
-        sys.executable,
-        "-m",
-        "shoal.cli.main",
-        "run",
-        "recipes/wordle.toml",
-        "--out",
-        str(out),
-        "--set",
-        f"seed={seed}",
-    ]
+    command = shoal_command("run", "recipes/wordle.toml", "--out", out, "--set", f"seed={seed}")
     log = out.with_suffix(".log")
     with log.open("wb") as told:
         ended = subprocess.run(
@@ -71,7 +59,7 @@ def run(seed: int, out: Path) -> dict[str, Any]:
 def report_mb(folder: Path) -> float:
     """Megabytes of the report on a run, rounded up: a bar is not met by rounding."""
     file = folder.with_suffix(".html")
-    command = [sys.executable, "-m", "shoal.cli.main", "report", str(folder), "--out", str(file)]
+    command = shoal_command("report", str(folder), "--out", str(file))
     subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
     return math.ceil(file.stat().st_size / 1e4) / 100
 

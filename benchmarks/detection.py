@@ -7,14 +7,10 @@ four to a group; every attack and forgery of `tests/attacks` is played against e
 proofs of activations on. Columns: the share of rollouts that each check refuses by itself (`detect/judgement.py`), then
 all of them, all but `activations` (a run's default), and the check that catches it first. Beside them: honest work over
 thread counts, batch shapes and declared dtypes; what a worker gains that spends the whole tolerance; a large lease after
-small ones. One line of JSON at the end, with the page's tables as Markdown.
+small ones. One line of JSON at the end.
 """
 
-import argparse
-import json
-import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,12 +20,9 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the zoo lies outside the package
-
 from benchmarks.detect.judgement import CHECKS, Seen, Share, look, noticed_after, share
 from benchmarks.detect.policies import GROUP_SIZE, STEPS, Family, lease, make_family, rules
-from benchmarks.pages.detection import said, tables
-from shoal.config import child_environment
+from benchmarks.measure import arguments, pin_threads, report
 from shoal.ledger.constants import LAW
 from shoal.ledger.slot_draws import slot_draws
 from shoal.protocol.audit_selection import must_audit
@@ -53,9 +46,8 @@ QUICK, FULL = 48, 384
 
 def main() -> None:
     """Matrix, controls, tolerance, lease."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, f"{QUICK} rollouts of a cell, small training batches")
     parser.add_argument("--trials", type=int, default=0, help=f"rollouts of a cell, a multiple of 8 (default {FULL})")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} rollouts of a cell, small training batches")
     options = parser.parse_args()
     trials = options.trials or (QUICK if options.quick else FULL)
     began = time.process_time()
@@ -68,8 +60,7 @@ def main() -> None:
         honest = [control for family in families for control in controls(family, trials)]
         spending = [spent for family in families for spent in tolerance(family, trials)]
     leases = large_leases()
-    report = {
-        "benchmark": "detection",
+    figures = {
         "trials": trials,
         "rollout_tokens": round(float(np.mean([row.tokens for rows in matrices for row in rows])), 1),
         "policies": [
@@ -84,7 +75,7 @@ def main() -> None:
         "rows": [row.figures() for rows in matrices for row in rows],
         "cpu_minutes": round((time.process_time() - began) / 60, 1),
     }  # fmt: skip
-    print(json.dumps(report | {"tables": tables(report)}))
+    report("detection", figures)
 
 
 # --- the matrix ---
@@ -276,6 +267,11 @@ def large_leases(trials: int = 4000) -> list[dict[str, Any]]:
     return rows
 
 
+def said(found: Share) -> str:
+    """Counts with their 95 % interval."""
+    return f"{found.k} of {found.n} ({100 * found.low:.1f} to {100 * found.high:.2f} %)" if found.n else "0 of 0"
+
+
 def _say_family(family: Family, began: float) -> None:
     drift = ", ".join(f"{age or 'lr 1e-6'}: {nats:.4f}" for age, nats in family.drift.items())
     print(f"policy: {family.entropy:.3f} nats a token, logits x {family.scale:.2f}; mean |log-prob| moved over steps: "
@@ -283,6 +279,5 @@ def _say_family(family: Family, began: float) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":  # threads and memory are settled when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], child_environment(threads=1))
+    pin_threads()
     main()

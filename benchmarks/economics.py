@@ -3,17 +3,14 @@
 
     python benchmarks/economics.py
 
-`--quick` makes a twentieth of the runs. `--search` only searches for the best cheat (`benchmarks/search.py`). The last line
-is JSON.
+`--search` only searches for the best cheat (`benchmarks/market/search.py`). The last line is JSON.
 
 Each strategy is compared with honesty in the same run by its profit: its pay, less what its groups cost.
-`benchmarks/market.py` is the model of a run. Detection is a parameter here; `benchmarks/detection.py` measures it.
+`benchmarks/market/market.py` is the model of a run. Detection is a parameter here; `benchmarks/detection.py` measures it.
 
 Axes: J groups that are forged in a block, N valid blocks.
 """
 
-import argparse
-import json
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -21,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.market import BLOCK_S, QUARANTINE_S, Outcome, play, play_beside_rival
-from benchmarks.pages.economics import tables
-from benchmarks.search import search
-from benchmarks.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
+from benchmarks.market.market import BLOCK_S, QUARANTINE_S, Outcome, play, play_beside_rival
+from benchmarks.market.search import search
+from benchmarks.market.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
+from benchmarks.measure import arguments, report
 from shoal.ledger.constants import LAW
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 
@@ -324,16 +321,15 @@ def row(first: object, *others: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__, "a twentieth of the runs")
     parser.add_argument("--runs", type=int, default=300, help="runs of each strategy (default: 300)")
     parser.add_argument("--search", action="store_true", help="only search")
-    parser.add_argument("--quick", action="store_true", help="a twentieth of the runs")
     args = parser.parse_args()
     runs = max(2, args.runs // 20 if args.quick else args.runs)
     began, terms = time.process_time(), Terms()
     rounds, fresh = (1, 8) if args.quick else (5, 40)
     if args.search:
-        print(json.dumps({"benchmark": "economics", "best_found": best_found(rounds, fresh)}))
+        report("economics", {"best_found": best_found(rounds, fresh)})
         return
     parameters = {
         "runs": runs, "blocks": terms.blocks, "groups_a_block": terms.groups, "validators": terms.validators,
@@ -345,12 +341,15 @@ def main() -> None:
     }  # fmt: skip
     print(", ".join(f"{name} {value}" for name, value in parameters.items()))
     result = {
-        "benchmark": "economics", "parameters": parameters, "cheating": cheating(runs),
-        "best_response": best_responses(), "best_found": best_found(rounds, fresh),
+        "parameters": parameters, "cheating": cheating(runs),
+        "best_response": best_responses(), "best_found": (found := best_found(rounds, fresh)),
+        "best_profit": {
+            f"{row['validators']}_validators_{row['friends']}_friends_{row['how']}": row["profit"] for row in found
+        },
         "honest": honesty(runs), "collusion": collusion(runs),
         "cpu_minutes": round((time.process_time() - began) / 60, 1),
     }  # fmt: skip
-    print(json.dumps(result | {"tables": tables(result)}))
+    report("economics", result)
 
 
 if __name__ == "__main__":

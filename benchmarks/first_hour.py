@@ -1,8 +1,8 @@
 """Whether the first hour of a newcomer ends in success: the files and commands of docs/tutorial-own-task.md.
 
-    python benchmarks/first_hour.py [--seeds 1-10] [--tasks sort,count,reverse,last | --all-tasks]
+    python benchmarks/first_hour.py [--seeds 1-10] [--tasks sort,count,reverse,last]
 
-The tasks take turns with the seeds; `--all-tasks` takes all of them for each seed. A case writes the page's files into an
+The tasks take turns with the seeds. A case writes the page's files into an
 empty folder and runs `shoal sft`, `shoal run` and `shoal eval` on them; only the task and the seed differ. `shoal eval`
 plays the same held-out tasks again with other random choices.
 
@@ -12,7 +12,6 @@ than 1200 CPU-seconds or `--limit-s`, or fails, counts as no rise. The last line
 exit code is 1 if fewer than 9 of 10 cases rise clearly.
 """
 
-import argparse
 import json
 import math
 import os
@@ -27,7 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.measure import ROOT, arguments, numbers, report, shoal_command
+
 PAGE = ROOT / "docs/tutorial-own-task.md"
 
 TASKS = ("sort", "count", "reverse", "last")
@@ -77,34 +77,25 @@ NONE = SuccessRate(0.0, 0.0, 0.0)
 
 def main() -> int:
     """All cases."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="1-10", help="such as 1-10, or 3,5")
+    parser = arguments(__doc__)
+    parser.add_argument("--seeds", type=numbers, default="1-10", help="such as 1-10, or 3,5")
     parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--all-tasks", action="store_true", help="all tasks for each seed")
     parser.add_argument("--limit-s", type=float, default=CASE_S, help="wall seconds of a case, on a busy machine")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so many")
     asked = parser.parse_args()
     tasks = asked.tasks.split(",")
-    planned = [
-        (task, seed)
-        for seed in numbers(asked.seeds)
-        for task in (tasks if asked.all_tasks else [tasks[(seed - 1) % len(tasks)]])
-    ]
-    last_start = time.monotonic() + 60 * asked.minutes
+    planned = [(tasks[(seed - 1) % len(tasks)], seed) for seed in asked.seeds]
 
-    def case(of: tuple[str, int]) -> TutorialRun | None:
-        if time.monotonic() > last_start:
-            return None
+    def case(of: tuple[str, int]) -> TutorialRun:
         with tempfile.TemporaryDirectory() as folder:
             done = newcomer(*of, Path(folder), asked.limit_s)
         print(in_words(done), flush=True)
         return done
 
     with ThreadPoolExecutor(asked.jobs) as pool:
-        cases = [done for done in pool.map(case, planned) if done is not None]
+        cases = list(pool.map(case, planned))
     result = figures(cases)
-    print(json.dumps({"benchmark": "first_hour", **result}))
+    report("first_hour", {**result})
     return 0 if result["clear_share"] >= MIN_CLEAR_SHARE else 1
 
 
@@ -119,7 +110,7 @@ def newcomer(task: str, seed: int, folder: Path, limit_s: float) -> TutorialRun:
 
     def shoal(*words: str) -> str:
         left_s = deadline - time.monotonic()
-        code, used, output = measured([sys.executable, "-m", "shoal.cli.main", *words], folder, left_s)
+        code, used, output = measured(shoal_command(*words), folder, left_s)
         cpu_s.append(used)
         if code:
             raise RuntimeError(f"shoal {words[0]} ended with {code}: {output[-400:]}")
@@ -182,12 +173,6 @@ def measured(command: list[str], folder: Path, limit_s: float) -> tuple[int, flo
         return started.returncode, use.ru_utime + use.ru_stime, "".join(texts)
 
 
-def numbers(text: str) -> list[int]:
-    """1-3 or 1,2,3 as a list."""
-    first, dash, last = text.partition("-")
-    return list(range(int(first), int(last) + 1)) if dash else [int(one) for one in text.split(",")]
-
-
 def in_words(case: TutorialRun) -> str:
     """A line for people."""
     if case.fault:
@@ -203,15 +188,6 @@ def figures(cases: Sequence[TutorialRun]) -> dict[str, Any]:
     """All cases, and the share of clear rises."""
     rises = [case.rise for case in cases]
     clear = sum(case.is_clear for case in cases)
-    rows = [
-        f"| {case.task} | {case.seed} | {case.before.mean:.1%} | {case.after.mean:.1%} | {rise.mean:+.1%} "
-        f"| {rise.low95:+.1%} to {rise.high95:+.1%} | {case.cpu_s:.0f} |"
-        for case, rise in zip(cases, rises, strict=True)
-    ]
-    head = [
-        "| task | seed | won before | after | rise | 95 % interval | CPU-seconds |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
     return {
         "seeds": [case.seed for case in cases],
         "cases": len(cases),
@@ -224,7 +200,6 @@ def figures(cases: Sequence[TutorialRun]) -> dict[str, Any]:
         "smallest_rise": round(min(rise.mean for rise in rises), 4),
         "wall_s": [round(case.wall_s) for case in cases],
         "cpu_s": [round(case.cpu_s) for case in cases],
-        "tables": {"cases": "\n".join([*head, *rows])},
     }
 
 

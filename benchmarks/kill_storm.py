@@ -8,7 +8,6 @@ lost, paid twice or used twice, with every receipt that the workers hold. Also m
 until it serves again. No peer publishes such a test, so none runs beside us. Ends with one JSON line.
 """
 
-import argparse
 import json
 import os
 import random
@@ -22,6 +21,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from benchmarks.measure import arguments, report, shoal_command, wait_for
 from shoal.roles.auditor import audit_folder
 
 ROLES = ("coordinator", "origin", "trainer", "validator", "worker")
@@ -62,7 +62,7 @@ retain = "all"
 
 def main() -> None:
     """Kill, audit, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=400, help="long enough to outlast the kills; stopped after them")
@@ -98,7 +98,7 @@ def main() -> None:
             "versions": audit.state.main.version,
             "coordinator_restart_s": {"max": max(restarts_s, default=0.0), "all": [round(s, 2) for s in restarts_s]},
         }
-        print(json.dumps({"benchmark": "kill_storm", **figures}))
+        report("kill_storm", figures)
         sys.exit(1 if audit.findings else 0)
 
 
@@ -107,7 +107,7 @@ def start(folder: Path, out: Path, kind: str = "episodes", more: str = "", **val
     recipe = folder / "storm.toml"
     recipe.write_text(f"{RUN_FILE.format(kind=kind, **values)}{more}\n")
     log = (folder / "launcher.log").open("ab")
-    command = [sys.executable, "-m", "shoal.cli.main", "run", str(recipe), "--out", str(out)]
+    command = shoal_command("run", str(recipe), "--out", str(out))
     return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
@@ -139,15 +139,6 @@ def version(out: Path) -> int:
         return int(httpx.get(f"{url}/v1/status", timeout=2.0).json()["version"])
     except (OSError, ValueError, KeyError, httpx.HTTPError):
         return -1
-
-
-def wait_for(holds, what: str, limit_s: float = 120.0) -> None:  # type: ignore[no-untyped-def]
-    """Wait until something holds; raises after a time limit."""
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"gave up waiting for {what} after {limit_s:.0f} s")
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

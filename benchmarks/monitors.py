@@ -4,21 +4,17 @@ Run: `OMP_NUM_THREADS=1 python benchmarks/monitors.py`. `--only honest` or `--on
 JSON at the end; exit code 1 if a fault is not named, if another worker is blamed, or if an honest run has an alarm.
 
 Real runs, in one process, with real coordinator, trainer, validators and workers: for the faults a small run of
-arithmetic, for honest ones three recipes. Their seeds were not used while limits were chosen: those were chosen on seeds
-3, 11, 12, 21 and 22, and on runs of Wordle and of the stages of R1-Zero and INTELLECT-2 that other benchmarks had made.
-Seeds 31 and 32 were reported once. The slow worker that was missed there had held up batches, so the monitor was changed
-and not the fault; those seeds are spent since then. Seeds 41 and 42 were reported before honest runs evaluated anything
-and before the launcher looked at them between steps; 51, 52, 61, 62, 71 and 72 when rows were missed that were changed
-since (docs/design/experiments.md): rows were made to work on seeds 43, 44 and 101 to 106.
-Faults that take long to cause are edited into the record of the honest run of Wordle: its metrics and evaluations
-(`monitored/changed.py`), or the clock, the quota or the free space that the launcher sees (`monitored/between.py`).
+arithmetic, for honest ones three recipes. Seeds that are spent: 3, 11, 12, 21 and 22, on which limits were chosen; 31,
+32, 41, 42, 51, 52, 61, 62, 71 and 72, which were reported, and monitors or rows changed since; 43, 44 and 101 to 106, on
+which rows were made to work. Faults that take long to cause are edited into the record of the honest run of Wordle: its
+metrics and evaluations (`faults/edited_metrics.py`), or the clock, the quota or the free space that the launcher sees
+(`faults/edited_system.py`).
 
 A fault is named rightly if the expected alarm is raised, if no other is raised but those that follow from it, and if an
 alarm about a worker is about the one with the fault.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -29,14 +25,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.monitored.between import EDITS, disk_is_used  # noqa: E402
-from benchmarks.monitored.changed import CHANGES, heldout_falls, reward_rises  # noqa: E402
-from benchmarks.monitored.runs import Faults, Honest, alarms_of, honest, with_metrics  # noqa: E402
-from benchmarks.pages.monitors import tables  # noqa: E402
-from shoal.metrics import read_metrics  # noqa: E402
+from benchmarks.faults.edited_metrics import CHANGES, heldout_falls, reward_rises
+from benchmarks.faults.edited_system import EDITS, disk_is_used
+from benchmarks.faults.runs import Faults, Honest, alarms_of, honest, with_metrics
+from benchmarks.measure import arguments, report
+from shoal.metrics import read_metrics
 
 SEEDS = (81, 82)
 """Not used for tuning."""
@@ -85,7 +78,7 @@ workers refused."""
 
 def main() -> int:
     """Run all parts and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--only", choices=("honest", "faults"), help="a part of it")
     parser.add_argument("--fault", default="", help="one fault alone, by name")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
@@ -104,12 +97,11 @@ def main() -> int:
                     print(f"{name:28} alarms: {', '.join(row['raised']) or 'none'}", flush=True)
     named, alarms = sum(row["named"] for row in found.values()), sum(len(row["raised"]) for row in calm.values())
     result = {
-        "benchmark": "monitors", "faults": len(found), "named": named, "honest_runs": len(calm), "false_alarms": alarms,
+        "faults": len(found), "named": named, "honest_runs": len(calm), "false_alarms": alarms,
         "runs_with_faults": sum(row["made"] == RUN for row in found.values()),
         "recipes": len(HONEST), "cpu_s": round(cpu_s), "by_fault": found, "honest": calm,
-        "tables": tables(found, calm),
     }  # fmt: skip
-    print(json.dumps(result))
+    report("monitors", result)
     return int(named < len(found) or alarms > 0)
 
 

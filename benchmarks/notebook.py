@@ -11,7 +11,6 @@ other work, believe only `train_cpu_s`. Shares are of held-out sums that are rig
 The last line is JSON; lists have a number a seed. The exit code is 1 if a bar is missed.
 """
 
-import argparse
 import json
 import os
 import re
@@ -29,7 +28,8 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.measure import ROOT, arguments, numbers, report
+
 NOTEBOOK = ROOT / "docs" / "notebooks" / "first_run.ipynb"
 EXTRAS = "torch,notebook"
 MOST_LINES, MOST_TRAIN_S = 10, 180.0
@@ -52,9 +52,9 @@ class Trained(NamedTuple):
 
 def main() -> int:
     """Install once, train once a seed, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="1,2,3")
-    seeds = [int(seed) for seed in parser.parse_args().seeds.split(",")]
+    parser = arguments(__doc__)
+    parser.add_argument("--seeds", type=numbers, default=[1, 2, 3])
+    seeds = parser.parse_args().seeds
     cells = first_cells()
     with tempfile.TemporaryDirectory() as scratch:
         python, wheel_s, install_s = installed(Path(scratch))
@@ -68,7 +68,7 @@ def main() -> int:
     figures = figures_of(code_lines(cells), install_s, found)
     bars = bars_of(figures, found)
     print(f"{figures['lines']} lines; bars met: {bars}")
-    print(json.dumps({"benchmark": "notebook", "seeds": seeds, "wheel_s": round(wheel_s, 1), **figures, "bars": bars}))
+    report("notebook", {"seeds": seeds, "wheel_s": round(wheel_s, 1), **figures, "bars": bars})
     return 0 if all(bars.values()) else 1
 
 

@@ -2,28 +2,25 @@
 
     python benchmarks/page.py [--steps 10000] [--workers 1000] [--groups 12500] [--viewers 500] [--seconds 30] [--rounds 8]
 
-First it writes the synthetic run of `benchmarks/watch.py`, builds its index, and renders each view anew several times. Then
-as many viewers poll the page of that run as its script does: every 5 seconds for what changed (something does every 4
-seconds), and once a minute for the charts. Measured: CPU-seconds of the page's process for a second.
+First it writes a synthetic run, builds its index, and renders each view anew several times. Then as many viewers poll the
+page of that run as its script does: every 5 seconds for what changed (something does every 4 seconds), and once a minute
+for the charts. Measured: CPU-seconds of the page's process for a second.
 
-Then they poll the page of a live run: the coordinator of `benchmarks/crowd.py`, to which workers submit, and beside it the
-page as `shoal host` starts it. Measured: the latency of submissions in rounds without and with page and viewers, in turn.
-The 99th percentile is compared within each pair of rounds, and the median counts: in all rounds together, one bad second of
-the machine decides it. Viewers would be on other machines, so they have the second core and the lowest priority. One bar is
-that nearly all of their polls are answered. Ends with one JSON line.
+Then they poll the page of a live run: the coordinator of `benchmarks/crowd.py`, to which workers submit, and beside it
+the page as `shoal host` starts it. Measured: the latency of submissions in rounds without and with page and viewers, in
+turn. The 99th percentile is compared within each pair of rounds, and the median counts: in all rounds together, one bad
+second of the machine decides it. Viewers would be on other machines, so they have the second core and the lowest
+priority. One bar is that nearly all of their polls are answered. Ends with one JSON line.
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
 import random
 import re
 import socket
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -35,10 +32,9 @@ import httpx
 import psutil
 from starlette.testclient import TestClient
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a file
-
-from benchmarks.crowd import WORK_S, Caller, Town
-from benchmarks.watch import write_run
+from benchmarks.crowd import WORK_S, Caller, CrowdRun
+from benchmarks.measure import arguments, report
+from benchmarks.synthetic_run import write_run
 from shoal.net.server_process import port_of_living
 from shoal.run_folder import RunFolder
 from shoal.views.web.app import page_app
@@ -59,7 +55,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 def main() -> int:
     """Measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     for name, default in (("steps", 10_000), ("workers", 1_000), ("groups", 12_500), ("viewers", 500), ("rounds", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=30.0, help="of a round")
@@ -95,7 +91,7 @@ def main() -> int:
         >= LEAST_SERVED * asked.viewers / POLL_S,
     }
     print(f"bars met: {bars}")
-    print(json.dumps({"benchmark": "page", **figures}))
+    report("page", figures)
     return 0 if all(bars.values()) else 1
 
 
@@ -172,10 +168,10 @@ def live(root: Path, viewers: int, seconds: float, rounds: int) -> dict[str, obj
     taken: dict[bool, list[list[float]]] = {False: [], True: []}
     """Without and with viewers, by round."""
     shares, rates, (here, there) = list[float](), list[float](), SPAWN.Pipe()
-    with _process(_run_live, root, there) as town:
-        _on_core(town.pid, 0)
+    with _process(_run_live, root, there) as crowd_run:
+        _on_core(crowd_run.pid, 0)
         while not here.poll(0.2):
-            assert town.is_running(), "the live run has ended"
+            assert crowd_run.is_running(), "the live run has ended"
         here.recv()
         for _ in range(rounds):
             for beside in (False, True):
@@ -228,7 +224,7 @@ class _Timed(Caller):
         return answer
 
 
-class _TimedTown(Town):
+class _TimedRun(CrowdRun):
     """The live run. What it hears through the pipe empties the list of latencies, or is answered with it."""
 
     def __init__(self, root: Path) -> None:
@@ -253,13 +249,13 @@ class _TimedTown(Town):
 
 
 def _run_live(root: Path, pipe: Connection) -> None:
-    async def both(town: _TimedTown) -> None:
-        telling = asyncio.create_task(town.tell(pipe))
-        await town.measure(1e9)
+    async def both(crowd_run: _TimedRun) -> None:
+        telling = asyncio.create_task(crowd_run.tell(pipe))
+        await crowd_run.measure(1e9)
         await telling
 
     root.mkdir()
-    asyncio.run(both(_TimedTown(root)))
+    asyncio.run(both(_TimedRun(root)))
 
 
 def _lately(pipe: Connection, seconds: float) -> list[float]:

@@ -16,14 +16,10 @@ skipped, patches from the first version to later ones.
 The last line is JSON. The exit code is 1 if a bar is missed.
 """
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,21 +27,19 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # started as a file, as benchmarks are
-
-from benchmarks.peers import pulse  # noqa: E402
-from shoal.config import TrainConfig, child_environment  # noqa: E402
-from shoal.models.checkpoint import load_policy  # noqa: E402
-from shoal.models.config import ModelConfig  # noqa: E402
-from shoal.models.random_model import initialise  # noqa: E402
-from shoal.models.transformer import Transformer  # noqa: E402
-from shoal.protocol.messages import POLICY  # noqa: E402
-from shoal.train.learner import Learner, LearnerState  # noqa: E402
-from shoal.train.loss import sft_objective  # noqa: E402
-from shoal.train.rows import TrainingRow, example_row  # noqa: E402
-from shoal.weights.delta.patch import apply_patch, make_patch  # noqa: E402
-from shoal.weights.delta.tensor_codes import KINDS, EncodedTensor, Weights, coded, exponents, places, root_of  # noqa: E402
+from benchmarks.measure import ROOT, arguments, pin_threads, report
+from benchmarks.peers import pulse
+from shoal.config import TrainConfig
+from shoal.models.checkpoint import load_policy
+from shoal.models.config import ModelConfig
+from shoal.models.random_model import initialise
+from shoal.models.transformer import Transformer
+from shoal.protocol.messages import POLICY
+from shoal.train.learner import Learner, LearnerState
+from shoal.train.loss import sft_objective
+from shoal.train.rows import TrainingRow, example_row
+from shoal.weights.delta.patch import apply_patch, make_patch
+from shoal.weights.delta.tensor_codes import KINDS, EncodedTensor, Weights, coded, exponents, places, root_of
 
 LR, WARMUP_STEPS, ROW_TOKENS, ROWS = 1e-6, 12, 256, 2
 RATES = (1e-7, 3e-7, 3e-6, 1e-5, 1e-4)
@@ -71,9 +65,8 @@ def coded_tensors(tensors: Mapping[str, torch.Tensor]) -> Weights:
 
 def main() -> int:
     """Train, code, compare; print tables and one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "4 steps and two learning rates; proves nothing")
     parser.add_argument("--steps", type=int, default=32, help="steps that are coded at learning rate 1e-6")
-    parser.add_argument("--quick", action="store_true", help="4 steps and two learning rates; proves nothing")
     options = parser.parse_args()
     steps, rates = (4, RATES[::4]) if options.quick else (options.steps, RATES)
     torch.set_num_threads(1)
@@ -96,7 +89,7 @@ def main() -> int:
     missed += [] if figures["demo_is_sent_whole"] else ["demo_is_sent_whole"]
     for name, (limit, side) in BARS.items():
         print(f"{name} = {figures[name]:.3f}, bar {side} {limit}{'  MISSED' if name in missed else ''}")
-    print(json.dumps({"benchmark": "patches", "parameters": run.parameters, "steps": steps, **rounded(figures)}))
+    report("patches", {"parameters": run.parameters, "steps": steps, **rounded(figures)})
     return 1 if missed else 0
 
 
@@ -319,6 +312,5 @@ def rounded(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":  # threads and memory are settled when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], child_environment(threads=1))
+    pin_threads()
     sys.exit(main())

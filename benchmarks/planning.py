@@ -2,29 +2,23 @@
 
     python benchmarks/planning.py [--repeats 3] [--steps 8] [--case NAME]
 
-Each case is a run of `shaped_run.py`, with its own links and machines. What the simulator must be told (how long saving,
+Each case is a run of `planning_run.py`, with its own links and machines. What the simulator must be told (how long saving,
 publishing, loading, checking and requests take) is measured in the case `open`, without limits; the other cases are
 predicted with it. Repeats have other seeds. In `relays`, a version is cut into many chunks, as a large one is. The last
-line is JSON: for each case the measured median and spread, and the prediction; the errors, relative, or for a share the
-difference; and a table of both.
+line is JSON: for each case the measured median and spread, and the prediction; and the errors, relative, or for a share the
+difference.
 """
 
-import argparse
 import asyncio
-import json
 import logging
 import os
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from statistics import mean, median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a file, as benchmarks are
-
-from benchmarks.pages.markdown import percent, table
-from benchmarks.shaped_run import WARMUP_STEPS, Case, Seen, config_of, measured
+from benchmarks.measure import arguments, report
+from benchmarks.planning_run import WARMUP_STEPS, Case, Seen, config_of, measured
 from shoal.plan.simulate import simulate
 from shoal.plan.simulation_input import SimulationInput, WorkerMachine
 from shoal.roles.coordinator.main import rules_of
@@ -46,7 +40,7 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="steps measured, after the warm-up")
     parser.add_argument("--case", action="append", default=[], help="only these; `open` is always there")
@@ -60,7 +54,7 @@ def main() -> None:
             last = seen[case.name][-1]
             print(f"{case.name:12} {last.step_s:6.2f} s/step, idle {last.idle_share:4.0%}, lag {last.lag_s:5.2f} s, "
                   f"staleness {last.staleness:.2f}, {last.origin_bytes / 1e6:.2f} MB/step", flush=True)  # fmt: skip
-    print(json.dumps(compared(cases, seen, options.steps)))
+    report("planning", compared(cases, seen, options.steps))
 
 
 def request_s(base: Seen, steps: int) -> float:
@@ -88,18 +82,14 @@ def setting_of(case: Case, base: Seen, own: Seen, steps: int, seed: int, request
     )  # fmt: skip
 
 
-FIGURES = {
-    "step_s": "seconds a step", "lag_s": "seconds until a worker has a version", "origin_bytes": "MB from the host a step",
-    "idle_share": "trainer waits", "staleness": "staleness, versions",
-}  # fmt: skip
-"""What is compared, with its words in the table."""
+FIGURES = ("step_s", "lag_s", "origin_bytes", "idle_share", "staleness")
+"""What is compared."""
 
 
 def compared(cases: Iterable[Case], seen: dict[str, list[Seen]], steps: int) -> dict[str, Any]:
     """Measured and predicted, by case and figure."""
-    found: dict[str, Any] = {"benchmark": "planning", "load": round(os.getloadavg()[0], 2)}
+    found: dict[str, Any] = {"load": round(os.getloadavg()[0], 2)}
     errors: dict[str, dict[str, float]] = {}
-    rows = []
     requests_s = [request_s(base, steps) for base in seen["open"]]
     for case in cases:
         told = [
@@ -116,7 +106,6 @@ def compared(cases: Iterable[Case], seen: dict[str, list[Seen]], steps: int) -> 
                 "measured": round(middle, 3), "low": round(values[0], 3), "high": round(values[-1], 3),
                 "predicted": round(said, 3),
             }  # fmt: skip
-            rows.append(row(case.name, name, values, middle, said))
             print(f"{case.name:12} {name:13} measured {middle:12.3f} ({values[0]:.3f} to {values[-1]:.3f})  predicted "
                   f"{said:12.3f}  error {of_case[name]:.3f}")  # fmt: skip
     found["error_share"] = {
@@ -126,18 +115,7 @@ def compared(cases: Iterable[Case], seen: dict[str, list[Seen]], steps: int) -> 
         (max(of.values()) for name, of in found["error_share"].items() if name != "open"), default=0.0
     )
     found["largest_error_versions"] = max((of["staleness"] for of in errors.values()), default=0.0)
-    headings = ("case", "figure", "measured, median", "lowest to highest", "predicted")
-    found["tables"] = {"cases": table(headings, rows, right=(2, 3, 4))}
     return found
-
-
-def row(case: str, name: str, values: Sequence[float], middle: float, said: float) -> tuple[str, ...]:
-    """A row of the table."""
-
-    def text(value: float) -> str:
-        return percent(value, 0) if name == "idle_share" else f"{value / (1e6 if name == 'origin_bytes' else 1):.2f}"
-
-    return case, FIGURES[name], text(middle), f"{text(values[0])} to {text(values[-1])}", text(said)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,6 @@ no worker above a fifth of a batch, two-sided clip. The attackers are patient: t
 at the steady rate, and again after every quarantine. A hasty one attacks from its first lease on.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -38,9 +36,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.pages.poisoning import tables
+from benchmarks.measure import arguments, report
 from benchmarks.poison.payloads import DTYPES, PAYLOADS, cold_start, shows
-from benchmarks.poison.town import Case, Plan, Town
+from benchmarks.poison.run import Case, Plan, PoisonedRun
 from shoal.envs.evaluate import Interval, Transcript, interval
 
 FULL = Plan(steps=70, seeds=3, batch_groups=32, group_size=8, episodes=512)
@@ -73,16 +71,16 @@ def outcome(case: Case, plan: Plan, start: Path) -> Outcome:
     """Train, then sample held-out tasks."""
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        town = Town(case, plan, start, Path(folder))
-        town.run()
-        found = town.evaluate(plan.episodes)
+        run = PoisonedRun(case, plan, start, Path(folder))
+        run.run()
+        found = run.evaluate(plan.episodes)
     return Outcome(
         samples=found.transcripts,
-        course=tuple(town.course),
-        poisoned=town.num_poisoned,
-        influence=town.share(lambda node: node.influence),
-        credits=town.share(lambda node: node.credits),
-        quarantines=town.quarantines,
+        course=tuple(run.course),
+        poisoned=run.num_poisoned,
+        influence=run.share(lambda node: node.influence),
+        credits=run.share(lambda node: node.credits),
+        quarantines=run.quarantines,
         cpu_s=time.process_time() - began,
     )
 
@@ -147,27 +145,24 @@ def show(found: dict[str, Any]) -> None:
 
 
 def result(rows: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
-    """All figures by payload and world, and the tables of the pages."""
+    """All figures by payload and world."""
     worlds: dict[str, dict[str, Any]] = {}
     for found in rows:
         worlds.setdefault(found["payload"], {})[found["world"].replace(", ", "_")] = found
     on = [found for found in rows if found["world"] == "on" and found["payload"] != "nudge"]  # its tokens are honest
     passed = [count for found in on for count in found["poisoned_groups"]]
     return {
-        "benchmark": "poisoning",
         "plan": plan._asdict(),
         "groups": plan.steps * plan.batch_groups,
         "poisoned_fewest": min(passed, default=0),
         "poisoned_most": max(passed, default=0),
         **worlds,
-        "tables": tables(worlds),
     }
 
 
 def main() -> int:
     """Run every case and compare; 1 if a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, few steps: shows that everything turns")
+    parser = arguments(__doc__, "one seed, few steps: shows that everything turns")
     parser.add_argument("--steps", type=int, default=0, help=f"training steps (default: {FULL.steps})")
     parser.add_argument("--payloads", nargs="+", choices=PAYLOADS, default=PAYLOADS, help="only these")
     asked = parser.parse_args()
@@ -190,7 +185,7 @@ def main() -> int:
             rows.append(row(payload, world, outcomes, clean[dtype]))
             show(rows[-1])
     held = all(found["holds"] for found in rows)
-    print(json.dumps(result(rows, plan) | {"cpu_minutes": round(time.process_time() / 60, 1), "holds": held}))
+    report("poisoning", result(rows, plan) | {"cpu_minutes": round(time.process_time() / 60, 1), "holds": held})
     return 0 if held or quick else 1
 
 

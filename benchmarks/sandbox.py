@@ -8,8 +8,6 @@ fresh interpreter for each snippet, without a filter and without limits. The las
 once, as a turn of 64 isolated episodes does, and compares that with 64 calls in this process.
 """
 
-import argparse
-import json
 import os
 import resource
 import subprocess
@@ -19,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from benchmarks.measure import arguments, report
 from shoal.sandbox.filesystem import interpreter, links, shown
 from shoal.sandbox.limits import Ended, Limits
 from shoal.sandbox.pool import Pool
@@ -41,8 +40,7 @@ while True:
 
 def main() -> None:
     """Measure everything, and print one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser = arguments(__doc__, "few rounds")
     rounds = 10 if parser.parse_args().quick else 200
     with Pool(1) as pool:
         pool.warm()
@@ -56,7 +54,7 @@ def main() -> None:
         for _ in range(rounds):
             for name, (run, elsewhere_s) in ways.items():
                 times[name].append(timed(run, elsewhere_s))
-    result: dict[str, object] = {"benchmark": "sandbox", "rounds": rounds}
+    result: dict[str, object] = {"rounds": rounds}
     print("one snippet         wall ms    CPU ms")
     for name, rows in times.items():
         wall = 1000 * median(row[0] for row in rows)
@@ -72,7 +70,7 @@ def main() -> None:
     print(f"{per_s:.0f} warm snippets a second for each core")
     result["turn_ms"], result["turn_in_process_ms"] = turn(20 if rounds < 50 else 200)
     print(f"a turn of {EPISODES} residents: {result['turn_ms']} ms, in process {result['turn_in_process_ms']} ms")
-    print(json.dumps(result))
+    report("sandbox", result)
 
 
 def warm(pool: Pool) -> None:

@@ -5,7 +5,6 @@ proofs. The package `toploc` 0.1.6 lives in `.venv-toploc`, with a torch that it
 when that is missing. One line of JSON at the end.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -14,12 +13,13 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
+from benchmarks.measure import arguments, cpu_ms, report
 from shoal.algos.field_polynomials import PRIME
 from shoal.algos.toploc import CHUNK_TOKENS, compare, prove, top_k
 from shoal.config import ACTIVATION_ERROR, TinyPolicy
@@ -32,22 +32,24 @@ HERE = Path(__file__).resolve().parent
 PEER_VENV = HERE.parent / ".venv-toploc"
 SPEED_WIDTHS, SPEED_CHUNKS, SPEED_REPEATS, ROUNDS = (512, 1024, 4096), 64, 7, 3
 WIDTHS = (64, 256, 512, 2048, 4096)
+SHAPES = ((64, 2), (128, 4), (256, 4), (512, 6))
+"""Widths and layers of the policies that honest work is done with."""
 GROUP_CHUNKS = 16
 """Chunks of the group in which a forger forges everything."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__, "10 forgeries a cell, 1,000 mutated proofs, no package")
     parser.add_argument("--long", action="store_true", help="1,000 forgeries a cell, 1,000,000 mutated proofs")
-    long = parser.parse_args().long
+    options = parser.parse_args()
+    num_forgeries, num_proofs = (1000, 1_000_000) if options.long else (10, 1000) if options.quick else (100, 20_000)
     result = {
-        "benchmark": "toploc",
-        "speed": speed(),
-        "forgeries": forgeries(1000 if long else 100),
-        "honest": honest(),
-        "fuzz": fuzz(1_000_000 if long else 20_000),
+        "speed": {} if options.quick else speed(),
+        "forgeries": forgeries(num_forgeries),
+        "honest": honest(SHAPES[:1] if options.quick else SHAPES),
+        "fuzz": fuzz(num_proofs),
     }
-    print(json.dumps(result))
+    report("toploc", result)
 
 
 # --- speed ---
@@ -98,12 +100,7 @@ def _theirs() -> dict[str, dict[str, float]]:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(SPEED_REPEATS):
-        began = time.process_time()
-        work()
-        times.append(time.process_time() - began)
-    return median(times)
+    return cpu_ms(SPEED_REPEATS, {"": work})[""] / 1000
 
 
 # --- forgeries ---
@@ -193,13 +190,13 @@ def typical(source: Source, k: int) -> bytes:
 # --- honest work ---
 
 
-def honest() -> dict[str, dict[str, float]]:
+def honest(shapes: Sequence[tuple[int, int]]) -> dict[str, dict[str, float]]:
     """Groups refused, the worst chunk's and the worst group's error: a random policy, proofs and checks of two engines."""
     table = {}
     print(
         "\nhonest groups                              refused       mismatched   error of a chunk   of a group  (worst)"
     )
-    for width, layers in ((64, 2), (128, 4), (256, 4), (512, 6)):
+    for width, layers in shapes:
         with tempfile.TemporaryDirectory() as folder:
             make_tiny(TinyPolicy(width=width, layers=layers, mlp_width=3 * width), Path(folder) / "p", 0, "float32")
             states = {key: list(_states(Path(folder) / "p", *key)) for key in itertools.product(

@@ -12,32 +12,21 @@ drawn probability in the place of noise, argmax and log-softmax; by two sizes of
 medians of CPU-seconds. One line of JSON at the end.
 """
 
-# ruff: noqa: E402
-
-import argparse
-import json
-import os
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the zoo lies outside the package
-
 from benchmarks.detect.policies import ARGS, SAMPLING, Rounds, copied
-from benchmarks.pages.verify_cost import tables
+from benchmarks.measure import ROOT, arguments, cpu_ms, numbers, pin_threads, report
 from shoal.algos.noise.philox import gumbel
 from shoal.chat.renderer import Renderer
-from shoal.config import BOUNDS, SamplingConfig, TinyPolicy, child_environment, load_run
+from shoal.config import BOUNDS, SamplingConfig, TinyPolicy, load_run
 from shoal.engine.interface import EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.env import Env
@@ -64,9 +53,9 @@ PROMPT, NEW = 32, 32
 
 def main() -> None:
     """Checks, then sampling."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--vocabularies", default="64,1024,4096,32768,151936")
+    parser.add_argument("--vocabularies", type=numbers, default=[64, 1024, 4096, 32768, 151936])
     options = parser.parse_args()
     torch.set_num_threads(1)
     checks = {}
@@ -81,10 +70,10 @@ def main() -> None:
     seeded = {
         f"{size}_{vocabulary}": seeded_sampling(size, vocabulary, max(3, options.repeats // 3))
         for size in SIZES
-        for vocabulary in map(int, options.vocabularies.split(","))
+        for vocabulary in options.vocabularies
     }
-    print(json.dumps({"benchmark": "verify_cost", "rollouts": GROUPS * GROUP_SIZE, **checks, "seeded_sampling": seeded,
-                      "tables": tables(checks, seeded)}))  # fmt: skip
+    head = {"rollouts": GROUPS * GROUP_SIZE}
+    report("verify_cost", {**head, **checks, "seeded_sampling": seeded})
 
 
 # --- the checks ---
@@ -117,13 +106,13 @@ def measure(name: str, policy: Path, envs: Mapping[str, Env], knobs: SamplingCon
     audit = Check(digest(body), lease, tuple(range(GROUPS)), 60.0)
     assert all(group.outcome == "accept" for group in verify_submission(body, audit, tools).groups)
 
-    generate, forward, without, audited = alternating(
-        repeats,
-        play,
-        lambda: engine.score(requests, sampling.temperature),
-        lambda: verify_submission(body, free, tools),
-        lambda: verify_submission(body, audit, tools),
-    )
+    ways = {
+        "generate": play,
+        "forward": lambda: engine.score(requests, sampling.temperature),
+        "without": lambda: verify_submission(body, free, tools),
+        "audited": lambda: verify_submission(body, audit, tools),
+    }
+    generate, forward, without, audited = cpu_ms(repeats, ways).values()
     tokens = sum(len(request.token_ids) for request in requests)
     written = sum(len(request.policy_positions) for request in requests)
     steady = (1 + LAW.recheck_rate) * (without + STEADY_RATE * (audited - without))
@@ -173,9 +162,12 @@ def seeded_sampling(size: str, vocabulary: int, repeats: int) -> dict[str, float
             decode()
 
     words_N4, positions_N = torch.zeros(batch, 4, dtype=torch.int64), torch.arange(batch)
-    ours, theirs, noise = alternating(
-        repeats, decode, decode_multinomial, lambda: [gumbel(words_N4, positions_N, vocabulary) for _ in range(NEW)]
-    )
+    ways = {
+        "seeded": decode,
+        "multinomial": decode_multinomial,
+        "noise": lambda: [gumbel(words_N4, positions_N, vocabulary) for _ in range(NEW)],
+    }
+    ours, theirs, noise = cpu_ms(repeats, ways).values()
     print(
         f"{size:<6}vocabulary {vocabulary:>6}, batch {batch:>2}: CPU ms a token of each row: seeded {ours / NEW:.2f}, "
         f"softmax + multinomial {theirs / NEW:.2f}, over by {ours / theirs - 1:+.1%}; noise alone {noise / NEW:.2f}",
@@ -209,19 +201,6 @@ def _write_some_multinomial(
     return torch.stack(tokens), torch.stack(logprobs), hidden_BD
 
 
-def alternating(repeats: int, *ways: Callable[[], object]) -> list[float]:
-    """Median CPU milliseconds of each way; they take turns, so that they suffer alike from what else runs."""
-    times: list[list[float]] = [[] for _ in ways]
-    for repeat in range(repeats + 1):
-        for way, taken in zip(ways, times, strict=True):
-            started = time.process_time()
-            way()
-            if repeat > 0:  # the first is for warming up
-                taken.append(1000 * (time.process_time() - started))
-    return [median(taken) for taken in times]
-
-
 if __name__ == "__main__":
-    if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":  # threads and memory are settled when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], child_environment(threads=1))
+    pin_threads()
     main()

@@ -34,7 +34,7 @@ PAGES = sorted(
     page
     for page in [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md",
                  *(ROOT / "docs").rglob("*.md")]
-    if page.name not in ("experiments.md", "figures.md", "coming-from.md")
+    if page.name not in ("experiments.md", "figures.md", "coming-from.md") and not page.name.startswith("results-")
 )  # fmt: skip
 """Without the table of experiments, whose commands have the names of their commits, the page of figures, which the records
 make, and the page with others' names, whose keys of ours `tests/test_site.py` looks up."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kill_storm
+from benchmarks.measure import wait_for
 from shoal.config import load_run
 from shoal.roles.auditor import audit_folder
 from shoal.roles.trainer.state import StepJournal
@@ -28,9 +29,7 @@ def test_every_role_killed_once_changes_nothing_and_loses_nothing(tmp_path, kind
     try:
         rng = random.Random(0)
         for version, role in enumerate(roles):
-            kill_storm.wait_for(
-                lambda v=version: kill_storm.version(out) >= min(v, len(roles) - 1), f"version {version}"
-            )
+            wait_for(lambda v=version: kill_storm.version(out) >= min(v, len(roles) - 1), f"version {version}")
             assert kill_storm.kill(launcher.pid, role, rng), f"no {role} to kill"
         assert launcher.wait(timeout=200) == 0, (tmp_path / "launcher.log").read_text()[-3000:]
     finally:
@@ -55,7 +54,7 @@ def test_kills_lose_no_continuations_and_change_nothing(tmp_path):
     launcher = kill_storm.start(tmp_path, out, more=VINE, steps=len(kills), staleness=0)
     try:
         for step, role in enumerate(kills):
-            kill_storm.wait_for(lambda v=step: kill_storm.version(out) >= v, f"version {step}")
+            wait_for(lambda v=step: kill_storm.version(out) >= v, f"version {step}")
             time.sleep(rng.uniform(0.0, 0.3))
             kill_storm.kill(launcher.pid, role, rng)
         assert launcher.wait(timeout=200) == 0, (tmp_path / "launcher.log").read_text()[-3000:]
@@ -87,7 +86,7 @@ def test_a_trainer_killed_at_any_step_repeats_those_since_its_last_state(tmp_pat
     launcher = kill_storm.start(tmp_path, out, more="state_every = 3" + more, steps=kills + 2, staleness=0)
     try:
         for version in range(1, kills + 1):
-            kill_storm.wait_for(lambda v=version: kill_storm.version(out) >= v, f"version {version}")
+            wait_for(lambda v=version: kill_storm.version(out) >= v, f"version {version}")
             time.sleep(rng.uniform(0.0, 0.3))
             kill_storm.kill(launcher.pid, "trainer", rng)
         assert launcher.wait(timeout=200) == 0, (tmp_path / "launcher.log").read_text()[-3000:]
@@ -106,7 +105,7 @@ def test_an_asynchronous_run_that_is_killed_at_random_times_ends_as_its_log_says
     rng.shuffle(kills)
     launcher = kill_storm.start(tmp_path, out, more="state_every = 99", steps=2 * len(kills), staleness=3)
     try:
-        kill_storm.wait_for(lambda: kill_storm.version(out) >= 1, "the first step")
+        wait_for(lambda: kill_storm.version(out) >= 1, "the first step")
         for role in kills:
             time.sleep(rng.uniform(0.0, 1.0))
             kill_storm.kill(launcher.pid, role, rng)

@@ -1,6 +1,6 @@
 """Sums with all-or-nothing rewards, as verifiers of answers give them.
 
-What `benchmarks/curriculum.py` and `benchmarks/shelf.py` train on.
+What `benchmarks/curriculum.py` trains on.
 
 The tasks are those of the built-in `arithmetic`. Only the exact answer earns anything, so groups that are all right or all
 wrong teach nothing.

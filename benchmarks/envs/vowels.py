@@ -1,5 +1,4 @@
-"""The environment of `whole_system.py` and `adapters.py`: random characters are shown, as many are written as the policy
-may, and vowels among those score.
+"""The environment of `whole_system.py`: 32 random characters are shown, 64 are written, and vowels among those score.
 
 Loaded by `shoal run` as a run file's environment, and imported by `peers/trl_grpo.py` from a virtual environment in
 which there is no shoal: it needs the standard library alone, and both sides take prompts and rewards from it.
@@ -7,29 +6,25 @@ which there is no shoal: it needs the standard library alone, and both sides tak
 
 import base64
 import hashlib
-from typing import Any
 
 VOWELS = "AEIOUaeiou"
 NUM_TASKS = 4096
 PROMPT, NEW = 32, 64
-"""Tokens shown and written, unless asked for fewer; a character is a token."""
+"""Tokens shown and written; a character is a token."""
 
 
-def prompt_of(index: int, shown: int = PROMPT) -> str:
+def prompt_of(index: int) -> str:
     """The characters of a task."""
-    return base64.b64encode(hashlib.sha256(str(index).encode()).digest()[: PROMPT * 3 // 4]).decode()[:shown]
+    return base64.b64encode(hashlib.sha256(str(index).encode()).digest()[: PROMPT * 3 // 4]).decode()
 
 
-def reward_of(written: str, new: int = NEW) -> float:
+def reward_of(written: str) -> float:
     """Share of vowels among so many characters; 10/64 at chance."""
-    return sum(map(written[:new].count, VOWELS)) / new
+    return sum(map(written[:NEW].count, VOWELS)) / NEW
 
 
 class Vowels:
     """One turn; the state is what was written."""
-
-    def __init__(self, shown: int = PROMPT, new: int = NEW) -> None:
-        self._shown, self._new = shown, new
 
     name = "vowels"
     num_tasks, num_heldout = NUM_TASKS, 0
@@ -43,7 +38,7 @@ class Vowels:
 
     def reset(self, task: int) -> tuple[str, list[dict[str, str]]]:
         """Show the prompt."""
-        return "", [{"role": "user", "content": prompt_of(task, self._shown)}]
+        return "", [{"role": "user", "content": prompt_of(task)}]
 
     def step(self, state: str, action: str) -> tuple[str, None, bool]:
         """Take what was written."""
@@ -51,9 +46,9 @@ class Vowels:
 
     def score(self, state: str) -> float:
         """Share of vowels."""
-        return reward_of(state, self._new)
+        return reward_of(state)
 
 
-def environment(**args: Any) -> Vowels:
+def environment() -> Vowels:
     """Make the environment."""
-    return Vowels(**args)
+    return Vowels()

@@ -10,7 +10,6 @@ Prints a table, and ends with one line of JSON. The bar is 1e-5.
 Axes: B rows, T tokens, V vocabulary, N policy tokens, P policy tokens of a row.
 """
 
-import argparse
 import json
 import subprocess
 import tempfile
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from benchmarks.measure import arguments
 from shoal.algos.advantages import group_advantages
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.algorithm_config import Algorithm
@@ -102,12 +102,12 @@ CASES |= {name: (ours, {"from_rewards": True, "ratio_to": "mu_BT"} | theirs) for
 
 def main() -> None:
     """Compare all cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--peer", type=Path, required=True, metavar="PYTHON")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    case = case_of(arguments.seed)
-    theirs = peer_gradients(case, arguments.peer)
+    options = parser.parse_args()
+    case = case_of(options.seed)
+    theirs = peer_gradients(case, options.peer)
     found = {}
     print(f"{'loss':<24} {'relative L2':>12}")
     for name, (algorithm, settings) in CASES.items():

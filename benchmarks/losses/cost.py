@@ -12,8 +12,6 @@ which judges before it; and one forward pass before the step, as for log-probs u
 computes the ratio's denominators itself (docs/explanation/algorithms.md).
 """
 
-import argparse
-import json
 import re
 import statistics
 import sys
@@ -25,6 +23,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from benchmarks.measure import arguments, report
 from shoal.config import TinyPolicy, TrainConfig
 from shoal.models.random_model import tiny_spec
 from shoal.models.transformer import Transformer
@@ -51,16 +50,15 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 CRITIC, TEACHER, PASS = "ppo, critic", "cispo, teacher", "a pass before the step"
-HEAD = "| Beside the loss | CPU-seconds of a step, times GRPO's |\n| --- | --- |"
 COMPANIONS: dict[str, Algorithm] = {CRITIC: c.Ppo(advantage="gae"), TEACHER: c.CispoNamed(advantage="teacher")}
 
 
 def main() -> int:
     """Time all algorithms in turn."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     rows = made_up_rows()
     learners = {name: learner_of(algorithm) for name, algorithm in (ALGORITHMS | COMPANIONS).items()}
@@ -70,8 +68,8 @@ def main() -> int:
     works[PASS] = partial(learners[BASE].logprobs, rows)
     ratios: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
-    for turn in range(arguments.rounds):
-        spent = {name: cpu_seconds(works[name], arguments.steps) for name in names[turn:] + names[:turn]}
+    for turn in range(options.rounds):
+        spent = {name: cpu_seconds(works[name], options.steps) for name in names[turn:] + names[:turn]}
         for name, seconds in spent.items():
             ratios[name].append(seconds / spent[BASE])
     found = {name: statistics.median(values) for name, values in ratios.items()}
@@ -80,9 +78,8 @@ def main() -> int:
     beside = {name: found.pop(name) for name in (*COMPANIONS, PASS)}
     dearest = max(found, key=lambda name: found[name])
     figures = {"bar": BAR, "dearest": dearest, "ratio_of_dearest": round(found[dearest], 4)}
-    tables = {"beside": "\n".join([HEAD, *(f"| {name} | {ratio:.2f} |" for name, ratio in beside.items())])}
     ratios = {"ratios": keyed(found), "ratio_beside": keyed(beside)}
-    print(json.dumps({"benchmark": "losses_cost", **figures, **ratios, "tables": tables}))
+    report("losses_cost", {**figures, **ratios})
     return int(found[dearest] > BAR)
 
 

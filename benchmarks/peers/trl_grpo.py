@@ -1,11 +1,10 @@
-"""The peer of `whole_system.py` and `adapters.py`: TRL's GRPOTrainer on the same policy, prompts, reward and objective.
+"""The peer of `whole_system.py`: TRL's GRPOTrainer on the same policy, prompts, reward and objective.
 
     OMP_NUM_THREADS=1 .venv-trl/bin/python benchmarks/peers/trl_grpo.py POLICY '{"steps": 12, "warmup": 3, ...}'
 
-Started in a virtual environment of its own; it imports nothing of shoal's but the environment file. If the settings name
-the directory of an `adapter`, PEFT opens it over the policy, and it alone learns. Prints one JSON line: CPU-seconds and
-wall seconds of every step after the warm-up, the reward of every step, peak memory. The settings are those that a careful
-user would choose on a CPU; `benchmarks/README.md` says why.
+Started in a virtual environment of its own; it imports nothing of shoal's but the environment file. Prints one JSON line:
+CPU-seconds and wall seconds of every step after the warm-up, the reward of every step, peak memory. The settings are those
+that a careful user would choose on a CPU; `benchmarks/whole_system.py` says why.
 """
 
 import argparse
@@ -43,16 +42,11 @@ def main() -> None:
     asked = parser.parse_args()
     settings = asked.settings
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    shown, new = settings.get("shown", PROMPT), settings.get("new", NEW)
     model = AutoModelForCausalLM.from_pretrained(asked.policy, dtype=torch.float32)
-    if "adapter" in settings:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, settings["adapter"], is_trainable=True)
     rewards: list[float] = []
 
     def reward(completions: list[str], **_: Any) -> list[float]:
-        scores = [reward_of(written, new) for written in completions]
+        scores = [reward_of(written) for written in completions]
         rewards.append(sum(scores) / len(scores))
         return scores
 
@@ -61,15 +55,15 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
-            args=config(settings, new, scratch),
-            train_dataset=Dataset.from_dict({"prompt": [prompt_of(index, shown) for index in range(NUM_TASKS)]}),
+            args=config(settings, scratch),
+            train_dataset=Dataset.from_dict({"prompt": [prompt_of(index) for index in range(NUM_TASKS)]}),
             processing_class=AutoTokenizer.from_pretrained(asked.policy),
             callbacks=[watch],
         )
         trainer.train()
     tokens = trainer.state.num_input_tokens_seen
-    expected = settings["steps"] * settings["completions"] * (shown + new)
-    assert tokens == expected, f"TRL saw {tokens} tokens, not {expected}: a completion was not {new} tokens long"
+    expected = settings["steps"] * settings["completions"] * (PROMPT + NEW)
+    assert tokens == expected, f"TRL saw {tokens} tokens, not {expected}: a completion was not {NEW} tokens long"
     warmup = settings["warmup"]
     figures = {
         "threads": torch.get_num_threads(),
@@ -82,7 +76,7 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-def config(settings: dict[str, Any], new: int, scratch: str) -> GRPOConfig:
+def config(settings: dict[str, Any], scratch: str) -> GRPOConfig:
     """The same objective and optimiser as our run file, and TRL's own costs taken away."""
     return GRPOConfig(
         output_dir=scratch,
@@ -90,7 +84,7 @@ def config(settings: dict[str, Any], new: int, scratch: str) -> GRPOConfig:
         per_device_train_batch_size=settings["microbatch"],
         gradient_accumulation_steps=settings["completions"] // settings["microbatch"],
         num_generations=settings["group"],
-        max_completion_length=new,
+        max_completion_length=NEW,
         temperature=1.0,
         cache_implementation="static",
         num_iterations=1,

@@ -1,6 +1,6 @@
 """What malicious workers of `benchmarks/poisoning.py` send, and a start that has habits for RL to choose among.
 
-Called by the run in `town.py`; it knows neither log nor trainer. `shows` tells whether a policy learned a payload.
+`shows` tells whether a policy learned a payload.
 """
 
 import random

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.swarm.links import shaped
-from benchmarks.swarm.world import MB, Process, free_port
+from benchmarks.swarm.processes import MB, Process, free_port
 
 LIMIT = 6.0
 """Times the bound: then it is given up."""

@@ -11,8 +11,8 @@ numpy alone. It does not train the critic: `value_loss` does. It knows no group.
     A_t        sum_l (gamma lambda)^l delta_t+l                                                equation 16
     R_t        A_t + V(s_t): what the critic should have said (TD(lambda))                     what `value_loss` takes
 
-With the true values every lambda has the same expectation, the gradient's, and less variance the smaller lambda is. With a
-wrong critic only lambda = 1 keeps that expectation. `benchmarks/shelf.py` shows both by counting every rollout.
+With the true values every lambda has the gradient's expectation, and less variance the smaller lambda is. With a wrong
+critic only lambda = 1 keeps that expectation (`docs/design/results-claims.md`).
 
 Changed from the paper: the state after the last token has value 0 also where a token limit ended the rollout, because its
 reward is final. The environment's tokens are no steps: the state before the policy's next token follows the one before.

@@ -18,7 +18,7 @@ from torch import Tensor
 #       L        -(1 / B) sum_b log sigma( r(y_w) - r(y_l) )                            equation 7
 #
 # The policy that minimises it, over all pairs of answers, is ref exp(reward / beta) / Z, the one that RL with a KL to ref
-# would reach. `benchmarks/shelf.py` shows it by counting every answer.
+# would reach; found by counting every answer (`docs/design/results-claims.md`).
 #
 # Changed from the paper: nothing. A log-probability is the sum over an answer's tokens, not their mean.
 #

@@ -1,18 +1,13 @@
 """The bound that a broadcast is measured against, and the links that carry it."""
 
-import asyncio
 import os
-import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.broadcast import bound_s
-from benchmarks.swarm import links
-from tests.net.fault_proxy import FaultProxy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,42 +19,10 @@ def test_the_bound_is_what_all_links_carry_together_or_one_copy_of_the_origin():
     assert bound_s(size, rate, clients=1, relays=0, sharing=False) == 40
 
 
-def test_classes_of_one_line_have_no_number_of_another():
-    lines = [links._KernelLine(number) for number in (1, 2)]
-    ids = [one for line in lines for one in (line.id, *(line.member() for _ in range(links.MOST_MEMBERS)))]
-    assert len(set(ids)) == len(ids) == 32
-    with pytest.raises(AssertionError, match="15 servers at most"):
-        lines[0].member()
-
-
-def test_a_link_is_held_and_released_and_its_rate_changed():
-    async def story():
-        async def answer(reader, writer):
-            await reader.read(1)
-            writer.write(bytes(200_000))
-            writer.close()
-
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        async with server, FaultProxy(server.sockets[0].getsockname()[1], random.Random(0), bytes_per_s=1e5) as link:
-            link.line.hold()
-            reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
-            writer.write(b"x")
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(reader.read(1), 0.2)
-            link.line.rate(1e6)
-            link.line.release()
-            began = time.monotonic()
-            assert len(await reader.read()) == 200_000 == link.passed_bytes
-            assert 0.15 < time.monotonic() - began < 1.9
-            writer.close()
-
-    asyncio.run(asyncio.wait_for(story(), 20))
-
-
 STORY = """
 import asyncio, time
 from benchmarks.swarm.links import enter_namespace, shaped
-from benchmarks.swarm.world import free_port
+from benchmarks.swarm.processes import free_port
 
 enter_namespace()
 

@@ -4,11 +4,11 @@ in cheating."""
 import pytest
 
 from benchmarks import economics as eco
-from benchmarks import market
-from benchmarks.search import search, worth
-from benchmarks.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
+from benchmarks.market import market
+from benchmarks.market.search import search, worth
+from benchmarks.market.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
 from shoal.ledger.constants import Law
-from tests.benchmarks.court import try_case, try_case_beside_rival
+from tests.benchmarks.real_rules import try_case, try_case_beside_rival
 
 SHORT = Terms(blocks=260)
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.monitored.between import EDITS, disk_fills, disk_is_full, disk_is_used
-from benchmarks.monitored.changed import CHANGES, heldout_falls, reward_rises
-from benchmarks.monitored.runs import ROOT, SMALL, SUMS, Faults, evaluated, honest, with_metrics
+from benchmarks.faults.edited_metrics import CHANGES, heldout_falls, reward_rises
+from benchmarks.faults.edited_system import EDITS, disk_fills, disk_is_full, disk_is_used
+from benchmarks.faults.runs import ROOT, SMALL, SUMS, Faults, evaluated, honest, with_metrics
 from benchmarks.monitors import EXPECTED, Expected, judged
-from benchmarks.pages.monitors import tables
 from shoal.config import load_run
 from shoal.config.alarm_limits import CAUSES
 from shoal.metrics import read_metrics
@@ -73,11 +72,3 @@ def test_a_judge_that_agrees_raises_nothing(tmp_path):
     seen = evaluated(folder, config)
     assert seen[-1].judge.low95 > seen[0].judge.high95
     assert with_metrics(folder, config, read_metrics(folder.metrics), seen) == set()
-
-
-def test_the_table_has_a_row_for_each_fault():
-    row = {"made": "run", "expected": "clock", "raised": [], "named": False}
-    calm = {"evaluations": 4, "looks": 9, "raised": []}
-    found = tables({"clocks": row}, {"stones 51": calm})
-    assert "| clocks | run | clock | none | no |" in found["injected"]
-    assert "| stones 51 | 4 | 9 | none |" in found["honest"]

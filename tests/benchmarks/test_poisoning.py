@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.poison.payloads import DTYPES, PAYLOADS, cold_start
-from benchmarks.poison.town import MALICIOUS, Case, Plan, Town
+from benchmarks.poison.run import MALICIOUS, Case, Plan, PoisonedRun
 from shoal.train.rows import TrainingRow
 
 SMALL = Plan(steps=2, seeds=1, batch_groups=10, group_size=4, episodes=8)
@@ -17,14 +17,14 @@ def start(tmp_path_factory):
 
 @pytest.mark.parametrize("payload", [payload for payload in PAYLOADS if payload not in DTYPES])
 def test_poison_is_learned_without_defences_and_refused_with_them(tmp_path, start, payload):
-    open_town, guarded = (
-        Town(Case(payload, defended=defended, patient=False, seed=1), SMALL, start, tmp_path / str(defended))
+    open_run, guarded = (
+        PoisonedRun(Case(payload, defended=defended, patient=False, seed=1), SMALL, start, tmp_path / str(defended))
         for defended in (False, True)
     )
-    for town in (open_town, guarded):
-        town.run()
-        assert town.state.main.version == SMALL.steps
-    assert open_town.num_poisoned > 0 and open_town.quarantines == 0
+    for run in (open_run, guarded):
+        run.run()
+        assert run.state.main.version == SMALL.steps
+    assert open_run.num_poisoned > 0 and open_run.quarantines == 0
     assert guarded.num_poisoned == 0 and guarded.quarantines >= len(MALICIOUS)
     assert guarded.share(lambda node: node.credits) == guarded.share(lambda node: node.influence) == 0.0
     honest = [node for key, node in guarded.state.members.items() if node.role == "worker" and key not in MALICIOUS]
@@ -33,21 +33,23 @@ def test_poison_is_learned_without_defences_and_refused_with_them(tmp_path, star
 
 def test_claims_within_the_bounds_of_bfloat16_are_found_and_are_no_denominators(tmp_path, start):
     plan = SMALL._replace(steps=6, group_size=8)
-    towns = [
-        Town(Case("nudge", defended, patient=False, seed=1, dtype="bfloat16"), plan, start, tmp_path / str(defended))
+    runs = [
+        PoisonedRun(
+            Case("nudge", defended, patient=False, seed=1, dtype="bfloat16"), plan, start, tmp_path / str(defended)
+        )
         for defended in (False, True)
     ]
-    for town in towns:
-        town.run()
-        assert town.state.main.version == plan.steps
-    open_town, guarded = towns
-    assert open_town.quarantines == 0 and guarded.quarantines >= len(MALICIOUS)
-    assert guarded.num_poisoned < open_town.num_poisoned
+    for run in runs:
+        run.run()
+        assert run.state.main.version == plan.steps
+    open_run, guarded = runs
+    assert open_run.quarantines == 0 and guarded.quarantines >= len(MALICIOUS)
+    assert guarded.num_poisoned < open_run.num_poisoned
     row = TrainingRow(
         np.arange(6), np.array([3, 4]), np.array([-9.0, -9.0], np.float32), *(np.ones(2, np.float32),) * 2,
         reward=1.0, version=plan.steps,
     )  # fmt: skip
-    assert open_town._denominators([row])[0] is row
+    assert open_run._denominators([row])[0] is row
     assert (guarded._denominators([row])[0].behaviour_logp_P > -9.0).all(), "not as claimed"
 
 
@@ -57,9 +59,9 @@ PAST_PROBATION = SMALL._replace(steps=12)
 
 def test_a_run_without_defences_goes_on_when_not_every_group_is_audited(tmp_path, start):
     """One payload is enough: the rules see only verdicts and draws."""
-    town = Town(Case("trigger", defended=False, patient=False, seed=1), PAST_PROBATION, start, tmp_path)
-    town.run()
-    assert town.state.main.version == PAST_PROBATION.steps
-    rates = {submission.rate for submission in town.state.submissions.values()}
+    run = PoisonedRun(Case("trigger", defended=False, patient=False, seed=1), PAST_PROBATION, start, tmp_path)
+    run.run()
+    assert run.state.main.version == PAST_PROBATION.steps
+    rates = {submission.rate for submission in run.state.submissions.values()}
     assert min(rates) < 1.0, "every group was audited: the run is too short to show anything"
-    assert town.num_poisoned > 0 and town.quarantines == 0
+    assert run.num_poisoned > 0 and run.quarantines == 0

@@ -1,6 +1,6 @@
 """vLLM's Triton kernels without a GPU: in this process, Triton interprets them in Python, some thousand times slower.
 
-Called first in a process of its own, by test_vllm_sampler.py and `benchmarks/vllm_tokens.py`. vLLM's build for CPUs uses
+Called first in a process of its own, by test_vllm_sampler.py. vLLM's build for CPUs uses
 Triton only where Triton has a backend for CPUs, and PyPI's has none. So one is named that only says that it is there, and
 the package is named as vLLM looks for it.
 """

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import kill_storm
+from benchmarks.measure import wait_for
 from shoal.engine.native import LocalEngine
 from shoal.ledger.commands import Admin, LeaveRun, Reconfigure, Tick
 from shoal.ledger.log.check import Audit, verify
@@ -52,7 +53,7 @@ def record_kills(root: Path) -> Path:
     """A synchronous run of processes, of which eight are killed."""
     out, rng = root / "run", random.Random(0)
     launcher = kill_storm.start(root, out, steps=12, staleness=0)
-    kill_storm.wait_for(lambda: kill_storm.version(out) >= 1, "the first step")
+    wait_for(lambda: kill_storm.version(out) >= 1, "the first step")
     for role in (*kill_storm.ROLES, *kill_storm.ROLES):
         time.sleep(rng.uniform(0.5, 1.5))
         kill_storm.kill(launcher.pid, role, rng)

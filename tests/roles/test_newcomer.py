@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.swarm.world import Process, free_port, listed, shoal
+from benchmarks.measure import shoal_command
+from benchmarks.swarm.processes import Process, free_port, listed
 from shoal.protocol.messages import Manifest
 from shoal.run_folder import RunFolder
 from shoal.weights import publish
@@ -94,13 +95,13 @@ def test_a_slow_newcomer_behind_relays_and_a_sharer_is_killed_twice_and_gets_the
         urls = {name: await host.line(name) for name in ("coordinator", "origin", "sharer", *RELAYS)}
         manifests = await lived(run, host.ports["coordinator"], host.ports["origin"], f"{urls['origin']}/v1/blobs")
         needed = needed_bytes(manifests)
-        host.start("coordinator", shoal("role", "coordinator", "--run-dir", run))
-        host.start("origin", shoal("role", "origin", "--run-dir", run))
+        host.start("coordinator", shoal_command("role", "coordinator", "--run-dir", run))
+        host.start("origin", shoal_command("role", "origin", "--run-dir", run))
         await until(lambda: RunFolder(run).address.exists())
         url = urls["coordinator"]
         for name in RELAYS:
             where = ("--bind", "127.0.0.1", "--port", host.ports[name], "--public-url", urls[name])
-            host.start(name, shoal("relay", url, *where, "--home", tmp_path / name))
+            host.start(name, shoal_command("relay", url, *where, "--home", tmp_path / name))
         share = ("--share", host.ports["sharer"], urls["sharer"])
         sharer = host.start("sharer", follower(url, tmp_path / "sharer", 3, 4, *share))
         await listed(url, 3)

@@ -17,7 +17,7 @@ from shoal.envs.adapters.message_conversion import spoken
 from shoal.errors import ShoalError
 
 HASH_DEPENDENT = Path(__file__).with_name("reasoning_gym_hash.json")
-"""Tasks whose questions or scores differ between hash seeds, as measured by benchmarks/reasoning_gym_hash.py."""
+"""Tasks whose questions or scores differ between hash seeds, as measured by deploy/reasoning_gym_hash.py."""
 
 HELDOUT_SEED = 1 << 31
 """Added to the seed for held-out tasks. The seed itself must be lower."""

@@ -1,7 +1,7 @@
 """Questions to an index about a run as a whole: figures, series, nodes, refusals, validators, versions, timeline, alarms.
 
 Each answer is a dict or a list of dicts with plain values. None should take more than 300 ms where a run has 10,000 steps,
-1,000 workers and 100,000 rollouts; `benchmarks/watch.py` measures that. Lists come page by page: a page's `next` is what
+1,000 workers and 100,000 rollouts; `benchmarks/page.py` measures that. Lists come page by page: a page's `next` is what
 `after` of the next one is, None at the end. Texts are strangers'.
 """
 
