@@ -6,7 +6,7 @@ BUDGETS = {
     "algos": Room(24, 2567, 953),
     "chat": Room(15, 3044, 1809),
     "cli": Room(20, 2103, 1118),
-    "config": Room(11, 2491, 1005),
+    "config": Room(11, 2490, 1005),
     "engine": Room(18, 2523, 1369),
     "env_packages": Room(13, 2378, 1271),
     "envs": Room(51, 9229, 5420),

@@ -1,9 +1,8 @@
 """The run file and the SFT recipe: their sections and keys, with units, ranges and defaults.
 
-A new key needs its field here with a sentence and its range as its type (`protocol/fields`), rules across keys in
-`config/validate.py`, `SAFE_TO_CHANGE` there if a resumed run may change it, the role that reads it, and
-`python -m tests.test_docs --write`. What nodes must agree on is a field of `Rules` or `EnvSpec` in
-`protocol/messages/run.py`, filled in `roles/coordinator/main.py`.
+A new key needs its field here with a sentence and a type of `protocol/fields`, rules across keys and `SAFE_TO_CHANGE` in
+`config/validate.py`, the role that reads it, and `python -m tests.test_docs --write`. What nodes must agree on is a field
+of `Rules` or `EnvSpec` in `protocol/messages/run.py`, filled in `roles/coordinator/main.py`.
 """
 
 import contextlib
@@ -240,7 +239,7 @@ work in `benchmarks/detection.py` stays below two thirds of them, also with logi
 
 ACTIVATION_ERROR = {"float32": 0.001, "bfloat16": 0.010, "int8": 0.001}
 """Bound of a run that gives none, by the dtype that samples. Honest work in `benchmarks/toploc.py` stays below
-it, and in `benchmarks/real_models.py`, where bfloat16 rounds policies that are kept in float32."""
+it, and in `docs/design/results-real-models.md`, where bfloat16 rounds policies that are kept in float32."""
 
 
 class VerifyConfig(Section, frozen=True):
