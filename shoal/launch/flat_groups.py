@@ -4,10 +4,8 @@ of them were cut short or failed, and why a submission was refused.
 It does not know why the run is paused, and decides nothing.
 """
 
-import contextlib
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +14,19 @@ from shoal.envs.evaluate import as_text, transcript_of
 from shoal.envs.interface import task_of
 from shoal.envs.load import load_run_envs
 from shoal.envs.replay import retell
-from shoal.errors import ShoalError, StateError
+from shoal.errors import ShoalError
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.hints import IN_A_NEW_RUN
-from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.registry import read_entry
+from shoal.ledger.log.sqlite_store import creation_of
 from shoal.ledger.run import RunCreated
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.monitors.no_signal import BY_LIMIT, cause_or_collapse
 from shoal.protocol.branching import is_continued_slot
 from shoal.protocol.constants import COMPLETIONS
-from shoal.protocol.encoding import WireError
 from shoal.protocol.messages import ENVIRONMENT, Group, Rollout
 from shoal.run_folder import RunFolder
 from shoal.runs.conversation import LOOKED_BACK, group_of
+from shoal.runs.log import LogFollower
 
 SHOWN = 2
 """Number of groups; one rollout of each is shown."""
@@ -96,15 +93,13 @@ def why_flat(folder: RunFolder) -> str:
 
 
 def newest_refusal(log: Path) -> tuple[int, str]:
-    """How many submissions were refused, and the newest reason for a group. Raises `ShoalError` and `WireError`."""
+    """How many submissions were refused, and the newest reason for a group. Raises `ShoalError`."""
     submissions, detail = 0, ""
-    with contextlib.closing(Store(sqlite_url(log), read_only=True)) as store:
-        for data, _ in store.read():
-            body = read_entry(data)[0].body
-            if isinstance(body, VerdictGiven):
-                detail = next((group.detail for group in body.groups[::-1] if group.check and group.detail), detail)
-            elif isinstance(body, Decision) and set(body.refused) - set(body.disputed):
-                submissions += 1
+    for entry in LogFollower(log).events():
+        if isinstance(body := entry.body, VerdictGiven):
+            detail = next((group.detail for group in body.groups[::-1] if group.check and group.detail), detail)
+        elif isinstance(body, Decision) and set(body.refused) - set(body.disputed):
+            submissions += 1
     return submissions, detail
 
 
@@ -125,26 +120,9 @@ def _limit_of(created: RunCreated, group: Group, rollout: Rollout) -> str:
     return f"{section}.{name} = {value}"
 
 
-def _is_flat(accepted: GroupAccepted, created: RunCreated | None) -> bool:
-    assert created is not None, "the first event creates the run"
-    return not (accepted.signal or is_continued_slot(accepted.slot, created.rules.block_groups))
-
-
 def _read_log(folder: RunFolder, most: int) -> tuple[RunCreated, deque[GroupAccepted]]:
-    """The first event, and the newest groups without signal: a long log is not read from its beginning."""
-    store, flat = Store(sqlite_url(folder.log), read_only=True), deque[GroupAccepted](maxlen=most)
-    created: RunCreated | None = None
-    try:
-        for data, _ in chain(store.read(limit=1), store.read(max(0, store.newest() - LOOKED_BACK))):
-            body = read_entry(data)[0].body
-            if isinstance(body, RunCreated):
-                created = body
-            elif isinstance(body, GroupAccepted) and _is_flat(body, created):
-                flat.append(body)
-    except WireError as error:
-        raise StateError(f"the log {folder.log} is damaged: {error}") from None
-    finally:
-        store.close()
-    if created is None:
-        raise StateError(f"the log {folder.log} is empty")
-    return created, flat
+    """The first event, and the newest groups without signal. Raises `ShoalError`."""
+    created, log = creation_of(folder.log), LogFollower(folder.log)
+    log.skip_to_newest(but=LOOKED_BACK)
+    groups, size = (e.body for e in log.events() if isinstance(e.body, GroupAccepted)), created.rules.block_groups
+    return created, deque((one for one in groups if not (one.signal or is_continued_slot(one.slot, size))), most)

@@ -46,7 +46,6 @@ from shoal.ledger.run import NO_SIGNAL
 from shoal.models.hub_download import Hub
 from shoal.monitors import advice
 from shoal.protocol.constants import COMPLETIONS
-from shoal.protocol.encoding import WireError
 from shoal.protocol.package_reference import is_hub
 from shoal.run_folder import RunFolder
 from shoal.runs.conversation import NewestSample, Samples
@@ -378,7 +377,7 @@ class LocalRun:
         many rollouts."""
         shot = self._snapshot
         if not self._config.workers.cheating:  # whose work may be judged first
-            with contextlib.suppress(ShoalError, WireError):  # the log is read again at the next look
+            with contextlib.suppress(ShoalError):  # the log is read again at the next look
                 newest = partial(newest_refusal, self._folder.log)
                 for line in self._first.look_at_refusals(shot.status.accepted, shot.status.refused, newest):
                     self._view.say(line)

@@ -8,7 +8,7 @@ the run executes environment files that it names.
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from shoal.chat.renderer import Renderer
 from shoal.env import Env
@@ -17,13 +17,13 @@ from shoal.envs.load import is_file, load_run_envs
 from shoal.envs.replay import retell
 from shoal.errors import ShoalError, StateError
 from shoal.ledger.batches import GroupAccepted
-from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.registry import read_entry
+from shoal.ledger.log.sqlite_store import creation_of
 from shoal.ledger.run import RunCreated
 from shoal.net.blobs import path_of
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import WireError, digest, from_msgpack
 from shoal.run_folder import RunFolder
+from shoal.runs.log import LogFollower
 from shoal.runs.rollouts import conversation
 from shoal.runs.run_status import SampleConversation
 
@@ -73,8 +73,7 @@ class NewestSample:
     def __init__(self, folder: RunFolder, own_files: bool = False) -> None:
         """`own_files` executes environment files that the run names: the code of its host."""
         self._folder, self._own_files = folder, own_files
-        self._seq = -1
-        """Events up to this one were read."""
+        self._log = LogFollower(folder.log)
         self._created: RunCreated | None = None
         self._accepted: GroupAccepted | None = None
         self._envs: Mapping[str, Env] = {}
@@ -86,13 +85,16 @@ class NewestSample:
         Raises `ShoalError` if it cannot be read.
         """
         if self._created is None:
-            created, seq = self._first_event(), self._near_the_end()
+            created = creation_of(self._folder.log)
             # guard: watched-files-stay-out
             specs = [spec for spec in created.envs if self._own_files or not is_file(spec.name)]
             self._envs = load_run_envs(specs, self._own_files)
             self._renderer = Renderer.from_directory(self._folder.policy, created.sampling.stops)
-            self._created, self._seq = created, seq  # last: a run that is starting has no policy yet
-        accepted = self._read_on()
+            self._log.skip_to_newest(but=LOOKED_BACK)
+            self._created = created  # last: a run that is starting has no policy yet
+        accepted: GroupAccepted | None = None
+        for entry in self._log.events():
+            accepted = entry.body if isinstance(entry.body, GroupAccepted) else accepted
         if accepted is None or self._renderer is None:
             return None
         group = group_of(self._folder, accepted)
@@ -110,42 +112,6 @@ class NewestSample:
         ending = f"reward {talk.reward:.2f} · ended by {talk.ending}"
         title = f"one rollout of version {accepted.version} · {group.env} · task {group.task} · {ending}"
         return sample_of(title, talk.texts)
-
-    def _first_event(self) -> RunCreated:
-        for body in self._bodies(-1, 1):
-            if isinstance(body, RunCreated):
-                return body
-        raise StateError(f"the log {self._folder.log} is empty")
-
-    def _near_the_end(self) -> int:
-        """An event at most `LOOKED_BACK` before the newest one: a long log is not read from its beginning."""
-        low, high = 0, 1
-        while self._has(high):
-            low, high = high, 2 * high
-        while high - low > LOOKED_BACK:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._has(middle) else (low, middle)
-        return max(-1, low - LOOKED_BACK)
-
-    def _has(self, seq: int) -> bool:
-        return any(True for _ in self._bodies(seq - 1, 1))
-
-    def _read_on(self) -> GroupAccepted | None:
-        newest: GroupAccepted | None = None
-        for body in self._bodies(self._seq, None):
-            self._seq += 1
-            newest = body if isinstance(body, GroupAccepted) else newest
-        return newest
-
-    def _bodies(self, after: int, limit: int | None) -> Iterator[object]:
-        store = Store(sqlite_url(self._folder.log), read_only=True)
-        try:
-            for data, _ in store.read(after, limit):
-                yield read_entry(data)[0].body
-        except WireError as error:
-            raise StateError(f"the log {self._folder.log} is damaged: {error}") from None
-        finally:
-            store.close()
 
 
 def sample_of(title: str, texts: Iterable[tuple[str, str]]) -> SampleConversation:
