@@ -205,7 +205,11 @@ def test_a_log_is_read_page_by_page_up_to_a_page_that_is_not_full(town, monkeypa
         assert run.catch_up() == town.desk.state.seq + 1
     with open_run(town.folder.root) as run:
         page = run.source.page
-        monkeypatch.setattr(run.source, "page", lambda after: page(after)[:2])  # a host that drips
+
+        async def dripping(after):
+            return (await page(after))[:2]
+
+        monkeypatch.setattr(run.source, "page", dripping)
         assert [run.catch_up() for _ in range(3)] == [2, 1, 1]
 
 

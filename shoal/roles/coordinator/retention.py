@@ -21,11 +21,12 @@ from shoal.ledger.state import State
 from shoal.ledger.verdict_decisions import is_final, is_open
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import messages as t
-from shoal.protocol.branching import is_continued, parent_slot, slot_in_batch
+from shoal.protocol.branching import is_continued, parent_slot
 from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.encoding import from_json
 from shoal.protocol.messages import Manifest
 from shoal.roles.coordinator.public_blobs import PublicBlobs
+from shoal.runs.retention import deletable, oldest_kept
 from shoal.weights.manifest import chunks_of, content_of, is_whole
 
 SLOWEST_LINE_BYTES_PER_S = 6_250_000
@@ -212,13 +213,10 @@ class BlobRetention:
 
     def forget_old(self) -> None:
         """Delete old bodies and weights that `storage.retain` does not keep."""
-        if self._storage.retain == "all":
+        if (oldest := oldest_kept(self.state, self._storage)) <= 0:
             return
-        oldest = self.state.main.version - max(self._storage.window_steps, self.state.rules.max_staleness + 1)
-        continued = self._continued()
-        for name in [name for name, version in self.bodies.items() if version < oldest]:
-            if not self._stays(name, continued):
-                self._forget_body(name)
+        for name in self._deletable({name: version for name, version in self.bodies.items() if version < oldest}):
+            self._forget_body(name)
         self._forget_weights([version for version in self._spare_versions(self.state.time) if version < oldest])
 
     def make_room(self, quota: int) -> bool:
@@ -245,9 +243,8 @@ class BlobRetention:
             return
         for version in self._spare_versions(math.inf):
             yield partial(self._forget_early, version)  # guard: old-weights-make-room
-        continued = self._continued()
-        for name in sorted(self.bodies, key=self.bodies.__getitem__):
-            if not self._stays(name, continued) and not self._is_to_train_on(name):  # guard: accepted-bodies-stay
+        for name in sorted(self._deletable(self.bodies), key=self.bodies.__getitem__):
+            if not self._is_to_train_on(name):  # guard: accepted-bodies-stay
                 yield partial(self._forget_body, name)
 
     def _spare_versions(self, now: float) -> list[int]:
@@ -316,10 +313,10 @@ class BlobRetention:
             self.projections.pop(blob, None)
             self._blobs.delete(blob)
 
-    def _stays(self, name: str, continued: set[str]) -> bool:
-        """Whether a body stays as long as the run lasts, or until it is judged; `continued` is as of `_continued`."""
-        open_ = is_open(self.state, self.state.submissions[name]) or name in continued
-        return open_ or (self._storage.retain == "batches" and self._was_used(name))
+    def _deletable(self, bodies: Mapping[str, int]) -> list[str]:
+        """Of these submissions, each with its version, those whose bodies nobody needs as long as the run lasts."""
+        continued = self._continued()
+        return [name for name in deletable(self.state, self._storage, bodies) if name not in continued]
 
     def _continued(self) -> set[str]:
         """Bodies that hold groups which somebody continues, or which a validator may need to judge that."""
@@ -348,14 +345,6 @@ class BlobRetention:
         state = self.state
         judged = [state.submissions[name].lease for name in (*state.pending, *state.rechecks)]
         return {state.leases[lease].version for lease in judged}  # guard: judged-weights-stay
-
-    def _was_used(self, submission: str) -> bool:
-        """Whether a batch took a group of a submission, or one that a group of it continues: an auditor needs both."""
-        lease, size = self.state.leases[self.state.submissions[submission].lease], self.state.rules.block_groups
-        slots = self.state.main.versions[lease.version].slots
-        # guard: continuations-stay-with-their-parents
-        taught = (slot_in_batch(number, size) for number, slot in slots.items() if slot.submission == submission)
-        return any(slots[number].step >= 0 for number in taught)
 
 
 def _chunks(manifests: Iterable[t.Manifest]) -> set[str]:

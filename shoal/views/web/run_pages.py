@@ -31,8 +31,7 @@ from shoal.views.web.format import query
 from shoal.views.web.index.group_queries import OF_A_BATCH
 from shoal.views.web.index.queries import PAGE, RANKINGS
 from shoal.views.web.index.sqlite_values import values_of
-from shoal.views.web.page_request import NotHere, PageRequest, View, asked_nodes, asked_refusals
-from shoal.views.web.run_address import ANY_PLACE
+from shoal.views.web.page_request import ANY_PLACE, NotHere, PageRequest, View, asked_nodes, asked_refusals
 
 MOST_CHARTS = 9
 """Of one page of figures."""

@@ -17,14 +17,13 @@ from msgspec import structs
 
 from shoal.errors import StateError
 from shoal.evaluation_files import why_not_comparable
-from shoal.ledger.batch_selection import groups_in_flight
 from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
 from shoal.ledger.event import Entry
 from shoal.ledger.group_signal import advantages
 from shoal.ledger.lease_sizing import is_slow, usual_pace_s
 from shoal.ledger.leases import LeaseGranted
 from shoal.ledger.run import RulesChanged, RunEnded
-from shoal.ledger.status import waiting_for
+from shoal.ledger.status import status_of
 from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed
@@ -373,14 +372,11 @@ class Builder:
         """What an overview shows of the state, as JSON."""
         state = self.reading.state
         return json.dumps({
-            "run": state.run, "phase": state.phase, "pause_cause": state.pause_cause, "version": state.main.version,
-            "steps": state.rules.steps, "accepted": state.accepted_groups, "refused": state.refused, "issued": state.issued,
-            "burned": state.burned, "pending": len(state.pending), "rechecks": len(state.rechecks),
-            "in_flight": groups_in_flight(state, state.main), "flat_groups": state.main.flat, "time_s": state.time,
-            "waiting_for": waiting_for(state), "envs": [env.label for env in state.envs],
-            "group_size": state.rules.group_size,
-            "batch_groups": state.rules.batch_groups, "max_staleness": state.rules.max_staleness, "acts": self._acts,
-            "usual_pace_s": usual_pace_s(state), "unbegun": self._unbegun,
+            **structs.asdict(status_of(state, state.time)), "run": state.run, "issued": state.issued,
+            "burned": state.burned, "time_s": state.time, "envs": [env.label for env in state.envs],
+            "group_size": state.rules.group_size, "batch_groups": state.rules.batch_groups,
+            "max_staleness": state.rules.max_staleness, "acts": self._acts, "usual_pace_s": usual_pace_s(state),
+            "unbegun": self._unbegun,
         }, default=structs.asdict)  # fmt: skip
 
     def _put(self, table: str, values: Sequence[Any]) -> None:
