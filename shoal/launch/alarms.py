@@ -18,7 +18,6 @@ from shoal.config import RunConfig
 from shoal.errors import ShoalError
 from shoal.evaluation_files import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.admin import call
-from shoal.launch.flat_groups import why_flat
 from shoal.ledger.batches import SlotVoid
 from shoal.ledger.hints import IS_STOPPED, NO_LEASE, split_remedy
 from shoal.monitors.alarm_state import BETWEEN, AlarmChange
@@ -27,6 +26,7 @@ from shoal.monitors.run_monitors import MonitorConfig, RunMonitors
 from shoal.net.client import PeerRefused
 from shoal.protocol.messages import AdminRequest
 from shoal.run_folder import RunFolder, free_below, held_below
+from shoal.runs.conversation import why_flat
 from shoal.runs.log import LogFollower
 from shoal.runs.run_status import STARTING, CoordinatorWatch, RunStatus, own_keys
 

@@ -23,7 +23,6 @@ from shoal.evaluation_files import BEFORE
 from shoal.launch.admin import NodesWatch
 from shoal.launch.alarms import AlarmWatch
 from shoal.launch.evaluations import Evaluations
-from shoal.launch.flat_groups import flat_samples, newest_refusal, why_flat, why_paused
 from shoal.launch.launcher_log import LoggingView
 from shoal.launch.memory_plan import demand_fit, full_disk
 from shoal.launch.preflight import STOP_S as LOGGER_STOP_S
@@ -48,7 +47,7 @@ from shoal.monitors import advice
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.package_reference import is_hub
 from shoal.run_folder import RunFolder
-from shoal.runs.conversation import NewestSample, Samples
+from shoal.runs.conversation import NewestSample, Samples, flat_samples, newest_refusal, why_flat, why_paused
 from shoal.runs.run_status import USAGE, CoordinatorWatch, MetricsWatch, RunStatus, own_keys, suspended_process
 from shoal.terminal import as_called, command, say
 from shoal.views.terminal.end_screen import plain_end, render_end, save_picture

@@ -5,7 +5,7 @@ Kept by `run` while it replays the log, because a state does not remember which 
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,11 +15,11 @@ import httpx
 from anyio.from_thread import start_blocking_portal
 from msgspec import UNSET
 
-from shoal.alarms import AlarmLine
+from shoal.alarms import AlarmLine, read_alarms
 from shoal.chat.renderer import Renderer
 from shoal.env import Env
 from shoal.envs.load import files_needed
-from shoal.errors import ConfigError, NothingYet, Overreach, StateError
+from shoal.errors import ConfigError, NothingYet, Overreach, ShoalError, StateError
 from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
 from shoal.ledger.event import GENESIS, Entry, event_hash
 from shoal.ledger.log.check import FAULTS
@@ -31,14 +31,24 @@ from shoal.ledger.status import node_state, status_of
 from shoal.ledger.verdict_decisions import is_final
 from shoal.ledger.verdicts import Decision
 from shoal.ledger.versions import CheckpointPublished
+from shoal.net.key_files import load_key
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import WireError, digest, from_msgpack
-from shoal.run_folder import RunFolder, is_url
-from shoal.runs.env_replay import ReplayedEpisode, answer_of, open_envs, replay
+from shoal.run_folder import RunFolder, is_locked, is_url
 from shoal.runs.evaluations import HeldOut, read_heldout
 from shoal.runs.public_run import EVENT_BYTES, EVENT_COPIES, is_full
-from shoal.runs.rollouts import ReadGroup, Standing, decoded, read_rollouts, with_faults
-from shoal.runs.source import FolderSource, RunFileSource, UrlSource, Value, step_of
+from shoal.runs.rollouts import (
+    ReadGroup,
+    ReplayedEpisode,
+    Standing,
+    answer_of,
+    decoded,
+    open_envs,
+    read_rollouts,
+    replay,
+    with_faults,
+)
+from shoal.runs.source import FolderSource, UrlSource, Value, step_of
 from shoal.weights.manifest import open_manifest
 from shoal.weights.memory_limit import share_of_free_mb
 
@@ -161,7 +171,7 @@ def open_run(
     Raises `ConfigError` for a folder without a run, `PeerError` for a bad URL.
     """
     source = UrlSource(str(where), transport) if is_url(where) else FolderSource(Path(where), transport)
-    if private and not source.is_own:
+    if private and not isinstance(source, FolderSource):
         raise ConfigError(f"{where} is a URL: what is private is read from the host's folder, which has its run key")
     return RunReader(source, private, max_memory_mb, clock, own_files)
 
@@ -173,7 +183,8 @@ class RunReader:
     """
 
     def __init__(
-        self, source: RunFileSource, private: bool, max_memory_mb: int, clock: Callable[[], float], own_files: bool = False
+        self, source: FolderSource | UrlSource, private: bool, max_memory_mb: int, clock: Callable[[], float],
+        own_files: bool,
     ) -> None:  # fmt: skip
         self.source, self._private, self._clock, self._own_files = source, private, clock, own_files
         self._threads = ExitStack()
@@ -181,7 +192,7 @@ class RunReader:
         self.state = State()
         """After the events that were read."""
         self.marks = Marks()
-        self._limit_bytes = 0 if source.is_own else 1_000_000 * (max_memory_mb or share_of_free_mb())
+        self._limit_bytes = 0 if self.folder else 1_000_000 * (max_memory_mb or share_of_free_mb())
         self._read_bytes = 0
         self._reaches_end = False
         """Whether the page read last was the last one then."""
@@ -333,12 +344,12 @@ class RunReader:
             return Condition(
                 t.Status("", "starting", -1, 0, 0, {}, 0, 0, "the coordinator: it has no log yet", 0.0), False
             )
-        is_stopped = state.phase != "ended" and self.source.is_hosted() is False
+        is_stopped = state.phase != "ended" and self.folder is not None and not is_locked(self.folder.root)
         return Condition(status_of(state, self._clock()), False, is_stopped)
 
     def alarms(self) -> list[AlarmLine] | None:
         """What monitors raised and cleared, oldest first; None of a URL: `condition` says what stands."""
-        return self.source.alarms()
+        return read_alarms(self.folder.alarms) if self.folder else None
 
     def nodes(self) -> list[t.NodeState]:
         """All nodes in the order in which they joined, with what was refused and why."""
@@ -362,7 +373,15 @@ class RunReader:
         """Evaluations so far, by version; that of the final one once the run's end was read. Transcripts of held-out tasks
         come only with what is private."""
         newest = self.state.main.version if self.state.phase == "ended" else None
-        return read_heldout(self.source.evaluations(), newest, self.shows_private())
+        return read_heldout(self.evaluation_files(), newest, self.shows_private())
+
+    def evaluation_files(self) -> dict[str, bytes]:
+        """Evaluations by name, as they were written; none of a URL."""
+        found = {}
+        for path in sorted(self.folder.evaluations.glob("*.json")) if self.folder else ():
+            with suppress(OSError):
+                found[path.stem] = path.read_bytes()
+        return found
 
     # --- bodies ---
 
@@ -372,10 +391,12 @@ class RunReader:
 
     def shows_private(self) -> bool:
         """Whether bodies are read before they are public."""
-        if not self._private or not self.state.run_key:
+        if not self._private or not self.state.run_key or self.folder is None:
             return False
         if self._has_key is None:
-            self._has_key = self.source.has_key(self.state.run_key)
+            self._has_key = False
+            with suppress(ShoalError, OSError):
+                self._has_key = load_key(self.folder.keys / "run.key").public == self.state.run_key
         return self._has_key  # guard: private-needs-the-run-key
 
     def is_public(self, submission: str) -> bool:

@@ -9,26 +9,23 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
 
-from shoal.alarms import AlarmLine, read_alarms
 from shoal.chat.isolated import RendererLimits
 from shoal.chat.renderer import FILES, Renderer
 from shoal.errors import NothingYet, PeerError, ShoalError, StateError
 from shoal.ledger.state import State
 from shoal.metrics import MAX_LINE_BYTES, MetricsTail
 from shoal.net.client import Client, PeerRefused
-from shoal.net.key_files import load_key
 from shoal.net.server_process import reader_url
 from shoal.protocol import messages as t
 from shoal.protocol.constants import CHAIN_LENGTH
 from shoal.protocol.encoding import digest
-from shoal.run_folder import is_locked
 from shoal.runs.log import newest_event
-from shoal.runs.public_run import ANSWER_S, FolderRun, PublicRun, UrlRun
+from shoal.runs.public_run import ANSWER_S, FolderRun, UrlRun
 from shoal.weights.engine_loader import contained
 from shoal.weights.manifest import open_manifest
 
@@ -52,57 +49,8 @@ Value = int | float | str | None | dict[str, int | float]
 """Of a metric."""
 
 
-class RunFileSource(PublicRun, Protocol):
-    """A run with what is beside its log."""
-
-    is_own: bool
-    """Whether it is a folder of this machine, whose bodies are read although they are private, if the run key is there."""
-
-    async def newest(self) -> int:
-        """The number of the newest event that there is, as far as anyone says; -1 if nobody does."""
-        ...
-
-    async def new_metrics(self) -> list[dict[str, Value]]:
-        """Lines of metrics that are new since the last call, or repeat a step. Raises `ShoalError`."""
-        ...
-
-    async def all_metrics(self) -> list[dict[str, Value]]:
-        """One line for each step, in order. Raises `ShoalError`."""
-        ...
-
-    async def status(self) -> t.Status | None:
-        """What the coordinator says now; None if none answers."""
-        ...
-
-    def is_hosted(self) -> bool | None:
-        """Whether a launcher holds the run's folder; None of a URL."""
-        ...
-
-    def evaluations(self) -> dict[str, bytes]:
-        """Evaluations by name, as they were written."""
-        ...
-
-    def alarms(self) -> list[AlarmLine] | None:
-        """What monitors raised and cleared, oldest first; None of a URL, whose status says what stands."""
-        ...
-
-    async def renderer(self, state: State) -> Renderer:
-        """The tokenizer of the run. Raises `ShoalError`, `NothingYet` if there is none yet."""
-        ...
-
-    def has_key(self, run_key: str) -> bool:
-        """Whether the host's private key is here."""
-        ...
-
-    async def close(self) -> None:
-        """Let go of connections and temporary files."""
-        ...
-
-
 class FolderSource(FolderRun):
     """A run's folder on this machine. The run may be starting, live, dead or ended."""
-
-    is_own = True
 
     def __init__(self, root: Path, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`transport` replaces the network to the folder's coordinator, in tests. Raises `ConfigError` without a run."""
@@ -112,14 +60,17 @@ class FolderSource(FolderRun):
         self._transport = transport
 
     async def newest(self) -> int:
+        """The number of the newest event that there is, as far as anyone says; -1 if nobody does."""
         with contextlib.suppress(ShoalError):
             return newest_event(self.folder.log)
         return -1
 
     async def new_metrics(self) -> list[dict[str, Value]]:
+        """Lines of metrics that are new since the last call, or repeat a step. Raises `ShoalError`."""
         return self._lines(self._tail, 1000)
 
     async def all_metrics(self) -> list[dict[str, Value]]:
+        """One line for each step, in order. Raises `ShoalError`."""
         by_step = {step_of(line): line for line in self._lines(MetricsTail(self.folder.metrics), sys.maxsize)}
         return [by_step[step] for step in sorted(by_step)]
 
@@ -134,37 +85,21 @@ class FolderSource(FolderRun):
         return lines
 
     async def status(self) -> t.Status | None:
+        """What the coordinator says now; None if none answers."""
         with contextlib.suppress(ShoalError):
             if url := reader_url(self.folder.address, self.folder.config().host.bind):
                 async with Client(url, transport=self._transport, on_wait=lambda line: None) as client:
                     return await client.get_json("/v1/status", t.Status, deadline_s=STATUS_S)
         return None
 
-    def is_hosted(self) -> bool | None:
-        return is_locked(self.folder.root)
-
-    def evaluations(self) -> dict[str, bytes]:
-        found = {}
-        for path in sorted(self.folder.evaluations.glob("*.json")):
-            with contextlib.suppress(OSError):
-                found[path.stem] = path.read_bytes()
-        return found
-
-    def alarms(self) -> list[AlarmLine] | None:
-        return read_alarms(self.folder.alarms)
-
     async def renderer(self, state: State) -> Renderer:
+        """The tokenizer of the run. Raises `ShoalError`, `NothingYet` if there is none yet."""
         if not self.folder.policy.is_dir():
             raise NothingYet(f"{self.folder.policy} is not there yet: the trainer makes it when it starts")
         return Renderer.from_directory(self.folder.policy, state.sampling.stops)
 
-    def has_key(self, run_key: str) -> bool:
-        with contextlib.suppress(ShoalError, OSError):
-            return load_key(self.folder.keys / "run.key").public == run_key
-        return False
-
     async def close(self) -> None:
-        pass
+        """Let go of connections and temporary files."""
 
 
 class _Line(NamedTuple):
@@ -177,8 +112,6 @@ class _Line(NamedTuple):
 
 class UrlSource(UrlRun):
     """The server at a URL: a coordinator, or a stranger that poses as one."""
-
-    is_own = False
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`transport` replaces the network, in tests."""
@@ -234,15 +167,6 @@ class UrlSource(UrlRun):
             return await self.client.get_json("/v1/status", t.Status, deadline_s=STATUS_S)
         return None
 
-    def is_hosted(self) -> bool | None:
-        return None
-
-    def evaluations(self) -> dict[str, bytes]:
-        return {}
-
-    def alarms(self) -> list[AlarmLine] | None:
-        return None
-
     async def renderer(self, state: State) -> Renderer:
         """Fetch the files that the tokenizer is made of, without any weights, and open them in a child process."""
         if state.main.version < 0:
@@ -257,9 +181,6 @@ class UrlSource(UrlRun):
         return contained(RendererLimits(), state.sampling.stops)(
             Path(home.name)
         )  # guard: watched-tokenizer-is-contained
-
-    def has_key(self, run_key: str) -> bool:
-        return False
 
     async def close(self) -> None:
         await self.client.close()

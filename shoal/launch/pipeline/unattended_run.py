@@ -13,7 +13,6 @@ from rich.console import Console, RenderableType
 
 from shoal.errors import StateError
 from shoal.launch.admin import administer
-from shoal.launch.flat_groups import why_paused
 from shoal.launch.role_process import counted_signals
 from shoal.launch.supervisor import open_crew
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
@@ -22,6 +21,7 @@ from shoal.ledger.run import NO_SIGNAL
 from shoal.protocol.messages import Status
 from shoal.protocol.rollout_validation import unbegun_remedy
 from shoal.run_folder import RunFolder
+from shoal.runs.conversation import why_paused
 from shoal.runs.run_status import CoordinatorWatch, RunStatus
 from shoal.views.terminal.live_view import LiveView, RunView
 

@@ -26,10 +26,10 @@ from shoal.models.parameter_counts import parameters_of
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest
 from shoal.runs.evaluations import HeldOut
-from shoal.runs.event_rows import node_note
 from shoal.runs.redact import public_alarms, without_folders
 from shoal.runs.replay import RunReader, Version
 from shoal.runs.run_status import USAGE
+from shoal.runs.tables import node_note
 from shoal.views.report.samples import ReportSample, samples_of
 
 MOST_ROWS = 100
@@ -116,9 +116,9 @@ def facts_of(run: RunReader) -> ReportContent:
     samples, why = samples_of(run)
     later = [entry.body.config for entry in run.events() if isinstance(entry.body, RulesChanged) and entry.body.config]
     return ReportContent(
-        run=run.run, name=begun.name, command=shlex.quote(run.name) if not run.source.is_own else "RUN_FOLDER",
+        run=run.run, name=begun.name, command="RUN_FOLDER" if run.folder else shlex.quote(run.name),
         needs_files=bool(files_needed(state.envs)),
-        is_url=not run.source.is_own, status=condition.status, is_live=condition.is_live,
+        is_url=run.folder is None, status=condition.status, is_live=condition.is_live,
         is_stopped=condition.is_stopped, began=first.time, ended=state.time, config=_config(config),
         config_changes=_changes([config, *map(without_folders, later)]),
         policy=policy_of(run, config.get("policy")),

@@ -13,8 +13,8 @@ from starlette.datastructures import QueryParams
 
 from shoal.config.alarm_limits import said_of
 from shoal.errors import StateError
-from shoal.runs.event_rows import Row
 from shoal.runs.redact import without_paths
+from shoal.runs.tables import Row
 from shoal.views.web.index.queries import RANKINGS, IndexQueries
 from shoal.views.web.page_runs import PageRun, PageRuns
 

@@ -30,13 +30,20 @@ from shoal.ledger.versions import CheckpointPublished, LinkRevealed
 from shoal.protocol.algorithm_config import judged_by_trainer, step_credit_of, vine_of
 from shoal.protocol.env_faults import without_faults
 from shoal.runs.evaluations import HeldOut
-from shoal.runs.event_rows import event_row, node_note, refusal_rows, verdict_row
 from shoal.runs.replay import RunReader, slot_of, standing_of
 from shoal.runs.source import Value, step_of
-from shoal.runs.tables import judged, mean, spread
+from shoal.runs.tables import event_row, judged, mean, node_note, refusal_rows, spread, verdict_row
 from shoal.views.web.index.insert_rows import MetricsIndex, Quota, decode_bodies, note_alarms
-from shoal.views.web.index.schema import MOST_ROLLOUTS, begun, forget, open_to_write, run_word, told_as_errors
-from shoal.views.web.index.sqlite_values import fit_for_search, plain
+from shoal.views.web.index.schema import (
+    MOST_ROLLOUTS,
+    begun,
+    fit_for_search,
+    forget,
+    open_to_write,
+    plain,
+    run_word,
+    told_as_errors,
+)
 
 PAGE = 1000
 """Events of one transaction, when they are read again."""
