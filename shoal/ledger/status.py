@@ -51,6 +51,7 @@ def status_of(state: State, now: float) -> t.Status:
         flat_reward=main.mean_flat_reward, no_signal=without_signal(state, main), unbegun_groups=main.unbegun or 0,
         unbegun_cause=main.unbegun_cause or "", pause_cause=state.pause_cause, lr_factor=main.lr_factor(len(main.batches)),
         unjoined=tuple(key for key in state.validators if key not in state.members)[-MAX_NODES:],
+        waiting_on=waits.partition(":")[0].split()[-1],
     )  # fmt: skip
 
 

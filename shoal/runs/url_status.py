@@ -194,6 +194,7 @@ def cleaned_status(status: Status) -> Status:
     figures = {name: _number(getattr(status, name)) for name in ("accepted", "in_flight", "pending", "flat_groups")}
     return msgspec.structs.replace(
         status, name=status.name[:200], phase=status.phase[:40], waiting_for=status.waiting_for[:2000],
+        waiting_on=status.waiting_on[:40],
         pause_cause=status.pause_cause[:200], version=max(-1, _number(status.version)), steps=_number(status.steps),
         waiting_s=status.waiting_s if _is_number(status.waiting_s) else 0.0, refused=_cleaned_counts(status.refused),
         **figures,

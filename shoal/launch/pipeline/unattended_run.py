@@ -93,8 +93,7 @@ class UnattendedView:
                 "again, which gives the run as many groups more (rollouts.max_flat_groups)"
             )
         seen = (status.version, status.accepted, sum(status.refused.values()), status.in_flight, status.pending)
-        awaited = status.waiting_for.partition(":")[0]  # nodes' words follow
-        waits = status.phase == "running" and awaited in ("workers", "other workers") and not seen[-1] and not seen[-2]
+        waits = status.phase == "running" and status.waiting_on == "workers" and not seen[-1] and not seen[-2]
         if seen != self._seen or not waits:
             self._seen, self._idle_since = seen, self._clock()
         if self._clock() - self._idle_since > IDLE_LIMIT_S:  # guard: unattended-run-ends-without-workers

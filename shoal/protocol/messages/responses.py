@@ -83,6 +83,8 @@ class Status(Response, frozen=True):
     # guard: few-unjoined
     unjoined: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """Keys of validators that were admitted and have never joined: the last of them."""
+    waiting_on: str = ""
+    """Whom `waiting_for` is about: host, trainer, validators, workers or nothing."""
 
 
 class StateHash(Response, frozen=True):

@@ -27,9 +27,7 @@ from shoal.ledger.slot_draws import slot_of, table_of
 from shoal.ledger.state import State, state_hash
 from shoal.ledger.status import (
     ALL_GONE,
-    NOT_WAITING,
     VERDICTS,
-    WORKERS,
     node_state,
     run_info_of,
     status_of,
@@ -187,7 +185,7 @@ class StatusBoard:
             reason = f"{reason}; {NO_LEASE}: {full}"
         if behind := self._desk.clock_behind():  # guard: clock-is-told
             reason = f"{reason}; {behind}"
-        if reason.startswith(VERDICTS):
+        if plain.waiting_on == "validators":
             quiet = overdue_verdicts(state, now, self._began, self._desk.entered)
             if skipped := absent(state, now):  # guard: absent-is-told
                 reason = f"{VERDICTS}{skipped}; {reason.removeprefix(VERDICTS)}"
@@ -195,7 +193,7 @@ class StatusBoard:
                 reason, remedy = f"{VERDICTS}{quiet}; {reason.removeprefix(VERDICTS)}", SILENT_REMEDY
             elif slow := slow_check(state, now, self._began, self._desk.entered):
                 reason = f"{VERDICTS}{slow}; {reason.removeprefix(VERDICTS)}"
-        if state.phase == "running" and reason.startswith(WORKERS):
+        if state.phase == "running" and plain.waiting_on == "workers":
             quiet, may_end = self._silent_workers()
             if quiet:  # guard: silent-worker-is-told
                 who, _, rest = reason.partition(": ")
@@ -206,14 +204,14 @@ class StatusBoard:
         if stopped := self._desk.stop_reports.waited_for(state, state.main):  # guard: stops-are-told
             reason = f"{reason}; {stopped}"
         if state.phase == "running" and (slow := self._desk.stage.slow_turn()):
-            reason = f"{slow}; {reason}"
+            reason, plain = f"{slow}; {reason}", replace(plain, waiting_on="host")
         if state.phase == "paused" and state.pause_cause.startswith(FAULTS) and (task := self._faulted_task()):
             reason = f"{reason}; all of {task}: repair it, or leave it out with envs.tasks of a new run"
         if flat and state.phase != "paused":
             reason = f"{reason}; {flat}"
         if remedy:
             reason = f"{reason}. {remedy}"
-        waiting_s = 0.0 if reason.startswith(NOT_WAITING) else max(0.0, now - self._waiting[1])
+        waiting_s = 0.0 if plain.waiting_on == "nothing" else max(0.0, now - self._waiting[1])
         return replace(plain, waiting_for=reason, waiting_s=waiting_s, alarms=self.alarms())
 
     def _faulted_task(self) -> str:
