@@ -40,7 +40,6 @@ from shoal.launch.sizing import Shifts, first_spec, learned_parameters_of, resol
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import IN_A_NEW_RUN, no_signal_remedy
-from shoal.ledger.log.sqlite_store import creation_of
 from shoal.ledger.run import NO_SIGNAL
 from shoal.models.hub_download import Hub
 from shoal.monitors import advice
@@ -48,6 +47,7 @@ from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.package_reference import is_hub
 from shoal.run_folder import RunFolder
 from shoal.runs.conversation import NewestSample, Samples, flat_samples, newest_refusal, why_flat, why_paused
+from shoal.runs.log import creation_of
 from shoal.runs.run_status import USAGE, CoordinatorWatch, MetricsWatch, RunStatus, own_keys, suspended_process
 from shoal.terminal import as_called, command, say
 from shoal.views.terminal.end_screen import plain_end, render_end, save_picture

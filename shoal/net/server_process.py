@@ -20,8 +20,6 @@ from shoal.errors import StateError, cause_of
 from shoal.run_folder import write_atomically
 
 # --- Listening sockets of roles that serve, and the files of a run's folder that say where they listen ---
-#
-# It prefers the port of the last start, where clients still ask.
 
 
 class Address(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,36 +37,28 @@ def tell_address(file: Path, port: int, url: str = "") -> None:
     write_atomically(file, msgspec.json.encode(Address(url, os.getpid(), port, _identity(file.parent))))
 
 
-def told_address(file: Path) -> Address:
-    """What a process wrote so; empty if none did, or into another folder, of which this one is a copy."""
-    with contextlib.suppress(OSError):
-        found = _read(file)
-        if found.folder in (None, _identity(file.parent)):  # guard: copy-is-not-hosted
+def told_address(file: Path, of_copies: bool = False) -> Address:
+    """What a process wrote so; empty if none did, or, unless `of_copies`, if the folder is a copy of where it wrote."""
+    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = msgspec.json.decode(file.read_bytes(), type=Address)
+        if of_copies or found.folder in (None, _identity(file.parent)):  # guard: copy-is-not-hosted
             return found
     return Address()
 
 
-def _read(file: Path) -> Address:
-    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return msgspec.json.decode(file.read_bytes(), type=Address)
-    return Address()
-
-
 def _identity(folder: Path) -> tuple[int, int]:
-    found = folder.stat()
-    return found.st_dev, found.st_ino
+    return folder.stat().st_dev, folder.stat().st_ino
 
 
 def port_of_last_start(file: Path, others: Container[int] = ()) -> int:
-    """The port of the process that started last; 0 if none did, or if it is one of `others`, now those of other roles.
-    A copy of the folder has it, too."""
-    port = _read(file).port
+    """The port of the process that started last; 0 if none did, or if it is one of `others`, now those of other roles."""
+    port = told_address(file, of_copies=True).port
     return 0 if port in others else port
 
 
 def port_of_living(file: Path) -> int:
     """The same, if the process that wrote the file lives."""
-    return port_of_last_start(file) if living_pid(file) else 0
+    return told_address(file).port if living_pid(file) else 0
 
 
 def living_pid(file: Path) -> int:
@@ -142,8 +132,6 @@ def listen(bind: str, port: int, last: int = 0, key: str = "--port") -> socket.s
 # --- Clean stops ---
 #
 # The first signal lets a role finish its work, the second ends the process at once.
-#
-# It is an event, and a way to wait that ends early.
 
 
 T = TypeVar("T")

@@ -22,7 +22,6 @@ from shoal.envs.replay import retell
 from shoal.errors import ShoalError, StateError
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.hints import IN_A_NEW_RUN
-from shoal.ledger.log.sqlite_store import creation_of
 from shoal.ledger.run import RunCreated
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.monitors.no_signal import BY_LIMIT, cause_or_collapse
@@ -33,7 +32,7 @@ from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError, digest, from_msgpack
 from shoal.protocol.messages import ENVIRONMENT, Group, Rollout
 from shoal.run_folder import RunFolder
-from shoal.runs.log import LogFollower
+from shoal.runs.log import LogFollower, creation_of
 from shoal.runs.rollouts import conversation
 from shoal.runs.run_status import SampleConversation
 

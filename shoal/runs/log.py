@@ -8,6 +8,7 @@ from shoal.errors import StateError
 from shoal.ledger.event import Entry
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import read_entry
+from shoal.ledger.run import RunCreated
 from shoal.protocol.encoding import WireError
 
 
@@ -40,3 +41,11 @@ def newest_event(path: Path) -> int:
     """The number of the newest event; -1 if there is none. Raises `StateError`."""
     with closing(Store(sqlite_url(path), read_only=True)) as store:
         return store.newest()
+
+
+def creation_of(path: Path) -> RunCreated:
+    """How the run of this log was created: what all its nodes agree on. Raises `StateError` also if the log is empty."""
+    for entry in LogFollower(path).events(1):
+        assert isinstance(entry.body, RunCreated), "a log begins with the run"
+        return entry.body
+    raise StateError(f"the log {path} is empty")

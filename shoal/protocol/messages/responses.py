@@ -36,8 +36,7 @@ class CheckAnswer(Response, frozen=True):
 
 
 class StandingAlarm(Response, frozen=True):
-    """An alarm of a run, as anyone may know it: not which node it is about, nor the figures. The log has both once the
-    host acts on it."""
+    """An alarm as anyone may know it: without its node and its figures, which the log has once the host acts on it."""
 
     cause: Cause
     severity: Literal["notice", "warning", "critical"]
@@ -73,8 +72,7 @@ class Status(Response, frozen=True):
     unbegun_cause: str = ""
     """Why the last of them cannot."""
     pause_cause: str = ""
-    """Why the run paused itself, such as "no signal"; "alarm: CAUSE" if an alarm paused it, as its run file says; empty if
-    the host paused it."""
+    """Why the run paused itself, such as "no signal", or "alarm: CAUSE" by its run file; empty if the host paused it."""
     lr_factor: LrFactor = 1.0
     """The run file's learning rate is multiplied by this in the next batch that is formed."""
     # guard: few-standing-alarms
