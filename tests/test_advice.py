@@ -66,6 +66,8 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "jobs/sft.py": ("eval",),
     "roles/auditor/credits.py": ("credits",),
     "runs/public_run.py": ("audit", "credits", "ledger verify"),
+    "runs/public_run.py --out": ("run", "host"),
+    "runs/public_run.py --set": ("run", "host"),
     "jobs/calibrate/": ("calibrate",),
     "roles/coordinator/relays.py": ("relay",),
     "weights/engine_loader.py": ("join",),
