@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from shoal.roles.auditor import audit_folder
+from shoal.roles.auditor.verify_log import audit_folder
 
 ROLES = ("coordinator", "origin", "trainer", "validator", "worker")
 

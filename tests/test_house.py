@@ -20,7 +20,7 @@ BUDGETS = {
     "plan": Room(11, 1407, 827),
     "protocol": Room(35, 3906, 1672),
     "roles": Room(68, 12570, 7625),
-    "runs": Room(14, 3037, 1699),
+    "runs": Room(14, 3039, 1701),
     "sandbox": Room(14, 1962, 1118),
     "shoal": Room(12, 2554, 1251),
     "train": Room(32, 3986, 2066),

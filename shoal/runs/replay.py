@@ -4,6 +4,7 @@ Kept by `run` while it replays the log, because a state does not remember which 
 """
 
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -187,8 +188,9 @@ class RunReader:
         own_files: bool,
     ) -> None:  # fmt: skip
         self.source, self._private, self._clock, self._own_files = source, private, clock, own_files
-        self._threads = ExitStack()
-        self._portal = self._threads.enter_context(start_blocking_portal(name="shoal reading"))
+        threads = ExitStack()
+        self._portal = threads.enter_context(start_blocking_portal(name="shoal reading"))
+        self._end = weakref.finalize(self, threads.close)
         self.state = State()
         """After the events that were read."""
         self.marks = Marks()
@@ -215,7 +217,7 @@ class RunReader:
     def close(self) -> None:
         """Let go of connections and temporary files."""
         self._wait(self.source.close)
-        self._threads.close()
+        self._end()
 
     def _wait(self, ask: Callable[..., Awaitable[T]], *values: object) -> T:
         """What the source answers. An event loop in another thread awaits it, because a notebook has one in this thread."""
