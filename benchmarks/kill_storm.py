@@ -22,7 +22,7 @@ import httpx
 import psutil
 
 from benchmarks.measure import arguments, report, shoal_command, wait_for
-from shoal.roles.auditor import audit_folder
+from shoal.roles.auditor.verify_log import audit_folder
 
 ROLES = ("coordinator", "origin", "trainer", "validator", "worker")
 

@@ -5,20 +5,20 @@ running, such as a notebook: a run is a launcher thread without an event loop, a
 gets one in a thread of its own.
 """
 
-import asyncio
 import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from anyio.from_thread import start_blocking_portal
 
 from shoal.config import RunConfig, load_run
 from shoal.env import Env
@@ -36,8 +36,6 @@ from shoal.views.notebook.run import Opened
 if TYPE_CHECKING:
     from shoal.launch.background_run import BackgroundRun
     from shoal.launch.in_process import Loss
-
-T = TypeVar("T")
 
 Setting: TypeAlias = "str | int | float | PathLike[str] | Sequence[Setting] | Mapping[str, Setting]"
 """A value of a run file's key, or a table of them."""
@@ -225,8 +223,8 @@ def audit(
             "every group"
         )
     choice = GroupChoice(rollout, sample, seed, folders)
-    with _threads_of_torch_kept():
-        return _in_a_loop_of_its_own(lambda: examine(os.fspath(run), choice, threads or _cores(), own_files))
+    with _threads_of_torch_kept(), start_blocking_portal(name="shoal") as portal:  # the caller may have an event loop
+        return portal.call(examine, os.fspath(run), choice, threads or _cores(), own_files)
 
 
 def _step(metrics: dict[str, Any]) -> Step:
@@ -286,33 +284,6 @@ def _threads_of_torch_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _in_a_loop_of_its_own(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine in an event loop of another thread; Ctrl-C here cancels it there."""
-    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
-
-    async def work() -> T:
-        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
-        return await make()
-
-    def run() -> T:
-        try:
-            with asyncio.Runner() as runner:
-                runner.get_loop()  # before the coroutine is made, because a process without free files gets no loop
-                return runner.run(work())
-        finally:
-            begun.cancel()  # if it has no result yet: nothing has begun, and nobody may wait for it
-
-    with ThreadPoolExecutor(1, "shoal") as pool:
-        done = pool.submit(run)
-        try:
-            return done.result()
-        finally:
-            with contextlib.suppress(RuntimeError, CancelledError):  # the loop has ended meanwhile, or never begun
-                loop, task = begun.result()
-                if task is not None and not done.done():
-                    loop.call_soon_threadsafe(task.cancel)
 
 
 def _cores() -> int:

@@ -71,7 +71,9 @@ def _import_packages() -> None:
 def _begin(folder: str) -> None:
     """A worker goes into a copy of the tree."""
     copy = Path(folder) / str(os.getpid())
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "site"))
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "site")
+    runs = {"runs"}  # what runs have written, not the rooms of that name
+    shutil.copytree(ROOT, copy, ignore=lambda at, names: {*skipped(at, names)} | (runs if Path(at) == ROOT else set()))
     os.chdir(copy)
     os.environ["PYTHONPATH"] = str(copy)
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import kill_storm
 from benchmarks.measure import wait_for
 from shoal.config import load_run
-from shoal.roles.auditor import audit_folder
+from shoal.roles.auditor.verify_log import audit_folder
 from shoal.roles.trainer.state import StepJournal
 from shoal.train.checkpoint import kept_versions
 from shoal.weights.manifest import weights_root

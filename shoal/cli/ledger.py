@@ -105,32 +105,32 @@ def _add_max_memory(p: argparse.ArgumentParser, what: str) -> None:
 
 
 def ledger_verify(args: argparse.Namespace) -> int:
-    from shoal.roles import auditor
+    from shoal.roles.auditor.verify_log import check
 
-    return 0 if auditor.check(args.source, args.receipts, args.max_memory) else EXIT_NO
+    return 0 if check(args.source, args.receipts, args.max_memory) else EXIT_NO
 
 
 def ledger_show(args: argparse.Namespace) -> None:
-    from shoal.roles import auditor
+    from shoal.roles.auditor.verify_log import show
     from shoal.run_folder import is_url
 
     if is_url(args.run_dir):
         raise ConfigError(
             "`shoal ledger show` reads a run's folder only: `shoal dashboard URL` shows the events of a URL"
         )
-    auditor.show(args.run_dir, args.kind, args.tail)
+    show(args.run_dir, args.kind, args.tail)
 
 
 def audit(args: argparse.Namespace) -> int:
-    from shoal.roles import auditor
+    from shoal.roles.auditor import recompute
 
-    choice = auditor.GroupChoice(args.rollout, args.sample, args.seed, tuple(args.evidence))
-    return auditor.audit(args.source, choice, args.threads or cores(), args.own_files, args.max_memory, args.device)
+    choice = recompute.GroupChoice(args.rollout, args.sample, args.seed, tuple(args.evidence))
+    return recompute.audit(args.source, choice, args.threads or cores(), args.own_files, args.max_memory, args.device)
 
 
 def credits(args: argparse.Namespace) -> int:
-    from shoal.roles import auditor
+    from shoal.roles.auditor.credits import check_statement, show_credits
 
     if args.source == "verify":
-        return 0 if auditor.check_statement(Path(args.node), args.log, args.max_memory) else EXIT_NO
-    return 0 if auditor.show_credits(args.source, args.node, args.statement, args.max_memory) else EXIT_NO
+        return 0 if check_statement(Path(args.node), args.log, args.max_memory) else EXIT_NO
+    return 0 if show_credits(args.source, args.node, args.statement, args.max_memory) else EXIT_NO

@@ -25,13 +25,13 @@ from shoal.envs.isolated.environment import in_process, in_sandbox, show
 from shoal.envs.load import env_of, load_env
 from shoal.errors import ConfigError, StateError
 from shoal.evaluation_files import interval_of
-from shoal.ledger.log.sqlite_store import creation_of
 from shoal.models.device import CPU, demand_device
 from shoal.models.open_model import spec_of
 from shoal.protocol.constants import MODEL_STOPS
 from shoal.protocol.messages import Sampling
 from shoal.roles.node.device_queue import ExclusiveDevice, Shift, shift_of
 from shoal.run_folder import RunFolder, cold_start_of, write_atomically
+from shoal.runs.log import creation_of
 from shoal.terminal import printable
 from shoal.weights.engine_loader import LoadedEngine, contained
 

@@ -18,17 +18,15 @@ from shoal.config import RunConfig
 from shoal.errors import ShoalError
 from shoal.evaluation_files import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.admin import call
-from shoal.launch.flat_groups import why_flat
 from shoal.ledger.batches import SlotVoid
 from shoal.ledger.hints import IS_STOPPED, NO_LEASE, split_remedy
-from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.registry import read_entry
 from shoal.monitors.alarms import BETWEEN, AlarmChange, MonitorConfig, RunMonitors
 from shoal.monitors.inputs import HeldoutResult, Machine
 from shoal.net.client import PeerRefused
-from shoal.protocol.encoding import WireError
 from shoal.protocol.messages import AdminRequest
 from shoal.run_folder import RunFolder, free_below, held_below
+from shoal.runs.conversation import why_flat
+from shoal.runs.log import LogFollower
 from shoal.runs.run_status import STARTING, CoordinatorWatch, RunStatus, own_keys
 
 log = logging.getLogger(__name__)
@@ -70,8 +68,7 @@ class AlarmWatch:
         self._follower = RunMonitors(setting_of(config))
         self._log = AlarmsLog(folder.alarms)
         self._cheats = frozenset[str]()
-        self._store: Store | None = None
-        self._seq = -1
+        self._events = LogFollower(folder.log)
         self._send = send or self._by_http
         self._disk: deque[tuple[float, float]] = deque(maxlen=DISK_LOOKS)
         self._quota_shares = deque([0.0], maxlen=2)
@@ -134,26 +131,22 @@ class AlarmWatch:
 
     def _of_steps(self, snapshot: RunStatus) -> list[AlarmChange]:
         """Read the log on, and look at the steps that ended. What cannot be read now is read at the next look."""
-        if self._store is None:
-            if not self._folder.log.exists():
-                return []
-            self._store = Store(sqlite_url(self._folder.log), read_only=True)
+        if self._events.seq < 0 and not self._folder.log.exists():
+            return []
         self._follower.announced = self.announced()
         entries = []
         try:
-            for data, _ in self._store.read(self._seq, READ_EVENTS):
-                entry, _ = read_entry(data)
+            for entry in self._events.events(READ_EVENTS):
                 entries.append(entry)
-                self._seq = entry.seq
                 if isinstance(entry.body, SlotVoid) and (why := entry.body.unbegun()):
                     self.unbegun = self.unbegun[0] + len(entry.body.slots), why
-        except (ShoalError, WireError) as error:
+        except ShoalError as error:
             self._behind = True  # guard: unread-events-lead-to-nothing
             if snapshot.status.phase != STARTING:  # a coordinator that cannot read it says so itself
                 if str(error) != self._unreadable:
                     log.warning(
                         "alarms wait, and lead to nothing until the log can be read after event %d: %s",
-                        self._seq,
+                        self._events.seq,
                         error,
                     )
                 self._unreadable = str(error)

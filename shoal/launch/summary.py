@@ -21,11 +21,10 @@ from shoal.launch.role_process import RoleUsage, own_use
 from shoal.launch.sizing import first_spec, learned_parameters_of
 from shoal.ledger.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
 from shoal.ledger.fault_rate import most_frequent_error
-from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.registry import read_entry
 from shoal.monitors.diagnosis import LearningSetup, diagnose
 from shoal.protocol.messages import NodeState
 from shoal.run_folder import RunFolder, write_atomically
+from shoal.runs.log import LogFollower
 from shoal.runs.run_status import RunStatus, names_apart, own_keys
 from shoal.terminal import as_called
 from shoal.views.terminal.end_screen import RunEnd
@@ -131,14 +130,9 @@ def _troubles(log: Path) -> tuple[int, str, str]:
     """Groups of which the task could never begin, why the newest could not, and the error that most groups share on which
     an environment failed. What a log does not hold, or cannot be read of it, is 0 or empty."""
     count, why, said = 0, "", list[str]()
-    if not log.exists():
-        return count, why, ""
-    with contextlib.suppress(ShoalError, OSError), contextlib.closing(Store(sqlite_url(log), read_only=True)) as store:
-        for data, _ in store.read():
-            if b"faults" not in data and BY_ENVIRONMENT.encode() not in data:  # most entries, which need not be read
-                continue
-            body = read_entry(data)[0].body
-            if isinstance(body, SlotVoid) and body.unbegun():
+    with contextlib.suppress(ShoalError, OSError):
+        for entry in LogFollower(log).events(having=(b"faults", BY_ENVIRONMENT.encode())):
+            if isinstance(body := entry.body, SlotVoid) and body.unbegun():
                 count, why = count + len(body.slots), body.unbegun()
             elif isinstance(body, GroupAccepted) and body.faults is not UNSET and body.faults.said:
                 said.append(body.faults.said)

@@ -24,7 +24,6 @@ from shoal.evaluation_files import BEFORE
 from shoal.launch.admin import NodesWatch
 from shoal.launch.alarms import AlarmWatch
 from shoal.launch.evaluations import Evaluations
-from shoal.launch.flat_groups import flat_samples, newest_refusal, why_flat, why_paused
 from shoal.launch.launcher_log import LoggingView
 from shoal.launch.memory_plan import demand_fit, full_disk
 from shoal.launch.preflight import STOP_S as LOGGER_STOP_S
@@ -42,15 +41,14 @@ from shoal.launch.sizing import Shifts, first_spec, learned_parameters_of, resol
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import IN_A_NEW_RUN, no_signal_remedy
-from shoal.ledger.log.sqlite_store import creation_of
 from shoal.ledger.run import NO_SIGNAL
 from shoal.models.hub_download import Hub
 from shoal.monitors import advice
 from shoal.protocol.constants import COMPLETIONS
-from shoal.protocol.encoding import WireError
 from shoal.protocol.hub_reference import is_hub
 from shoal.run_folder import RunFolder
-from shoal.runs.conversation import NewestSample, Samples
+from shoal.runs.conversation import NewestSample, Samples, flat_samples, newest_refusal, why_flat, why_paused
+from shoal.runs.log import creation_of
 from shoal.runs.run_status import USAGE, CoordinatorWatch, MetricsWatch, RunStatus, own_keys, suspended_process
 from shoal.terminal import as_called, command, say
 from shoal.views.terminal.end_screen import plain_end, render_end, save_picture
@@ -382,7 +380,7 @@ class LocalRun:
         many rollouts."""
         shot = self._snapshot
         if not self._config.workers.cheating:  # whose work may be judged first
-            with contextlib.suppress(ShoalError, WireError):  # the log is read again at the next look
+            with contextlib.suppress(ShoalError):  # the log is read again at the next look
                 newest = partial(newest_refusal, self._folder.log)
                 for line in self._first.look_at_refusals(shot.status.accepted, shot.status.refused, newest):
                     self._view.say(line)

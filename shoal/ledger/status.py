@@ -1,6 +1,6 @@
-"""What a run waits for, and nodes as messages of the wire: both follow from the state alone."""
+"""What a run is, how far it is, what it waits for, and its nodes, as messages of the wire: all follow from the state."""
 
-from shoal.ledger.batch_selection import blocks_in_the_way, is_settled, next_members, usable
+from shoal.ledger.batch_selection import blocks_in_the_way, groups_in_flight, is_settled, next_members, usable
 from shoal.ledger.batches import groups_beyond_share
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
 from shoal.ledger.hints import (
@@ -14,25 +14,44 @@ from shoal.ledger.run import NO_SIGNAL
 from shoal.ledger.state import State
 from shoal.ledger.validator_turns import duration_text
 from shoal.protocol import messages as t
+from shoal.protocol.constants import MAX_NODES, PROTOCOL_VERSION
 
 VERDICTS = "validators: "
 """How a wait for verdicts begins."""
 
 
-NOT_WAITING = "nothing: the run has ended"
-
-
-WORKERS = "workers: ", "other workers: "
-"""How a wait for workers begins."""
-
-
 ALL_GONE = "; all workers have left or were removed"
+
+
+def run_info_of(state: State) -> t.RunInfo:
+    """A run's description."""
+    return t.RunInfo(
+        run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
+        trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
+        sampling=state.sampling, rules=state.rules, phase=state.phase,  # type: ignore[arg-type]
+        version=state.main.version, rules_version=state.law.version, root_key=state.root_key or "",
+        publishers=state.named or None,
+    )  # fmt: skip
+
+
+def status_of(state: State, now: float) -> t.Status:
+    """How far a run is, and what it waits for since its newest event."""
+    waits, main = waiting_for(state), state.main
+    on = waits.partition(":")[0].split()[-1]
+    return t.Status(
+        name=state.name, phase=state.phase, version=main.version, steps=state.rules.steps, accepted=state.accepted_groups,
+        refused=state.refused, in_flight=groups_in_flight(state, main), pending=len(state.pending) + len(state.rechecks),
+        waiting_for=waits, waiting_s=0.0 if on == "nothing" else max(0.0, now - state.time), flat_groups=main.flat,
+        flat_reward=main.mean_flat_reward, no_signal=without_signal(state, main), unbegun_groups=main.unbegun or 0,
+        unbegun_cause=main.unbegun_cause or "", pause_cause=state.pause_cause, lr_factor=main.lr_factor(len(main.batches)),
+        unjoined=tuple(key for key in state.validators if key not in state.members)[-MAX_NODES:], waiting_on=on,
+    )  # fmt: skip
 
 
 def waiting_for(state: State) -> str:
     """Who or what the run waits for, as text; of workers also how many cannot work now."""
     awaited = _awaited(state)
-    return f"{awaited}{_out_of_work(state)}" if awaited.startswith(WORKERS) else awaited
+    return f"{awaited}{_out_of_work(state)}" if "workers" in awaited.partition(":")[0] else awaited
 
 
 def _out_of_work(state: State) -> str:
@@ -61,7 +80,7 @@ def waiting_after_lapses(state: State, now: float) -> str:
 
 def _awaited(state: State) -> str:
     if state.phase == "ended":
-        return f"{VERDICTS}{_to_judge(state)}" if state.pending else NOT_WAITING
+        return f"{VERDICTS}{_to_judge(state)}" if state.pending else "nothing: the run has ended"
     if state.phase == "paused" and state.pause_cause.startswith(FAULTS):
         return f"the host: {state.pause_cause}. {fault_remedy(state.pause_cause)}"
     if state.phase == "paused" and state.pause_cause not in ("", NO_SIGNAL):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
-import json
 import logging
 import os
 import signal
@@ -15,61 +14,65 @@ from collections.abc import Callable, Container, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from shoal.errors import StateError, cause_of
 from shoal.run_folder import write_atomically
 
 # --- Listening sockets of roles that serve, and the files of a run's folder that say where they listen ---
-#
-# It prefers the port of the last start, where clients still ask.
 
 
-def tell_address(address: Path, port: int, url: str = "") -> None:
-    """Write into a run's folder that this process listens at a port, and which folder that is."""
-    told = {"pid": os.getpid(), "port": port, "folder": _identity(address.parent)}
-    write_atomically(address, json.dumps({"url": url, **told} if url else told).encode())
+class Address(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a process listens, as it writes it into a file of the run's folder."""
+
+    url: str = ""
+    pid: int = 0
+    port: int = 0
+    folder: tuple[int, int] | None = None
+    """Device and inode of the run's folder: they stay when it is moved, and a copy has others."""
 
 
-def told_address(address: Path) -> dict[str, Any]:
-    """What a role wrote so; nothing if it wrote none, or into another folder, of which this one is a copy."""
-    with contextlib.suppress(OSError, ValueError):
-        found, here = json.loads(address.read_bytes()), _identity(address.parent)
-        if isinstance(found, dict) and found.get("folder", here) == here:  # guard: copy-is-not-hosted
+def tell_address(file: Path, port: int, url: str = "") -> None:
+    """Write that this process listens at a port."""
+    write_atomically(file, msgspec.json.encode(Address(url, os.getpid(), port, _identity(file.parent))))
+
+
+def told_address(file: Path, of_copies: bool = False) -> Address:
+    """What a process wrote so; empty if none did, or, unless `of_copies`, if the folder is a copy of where it wrote."""
+    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = msgspec.json.decode(file.read_bytes(), type=Address)
+        if of_copies or found.folder in (None, _identity(file.parent)):  # guard: copy-is-not-hosted
             return found
-    return {}
+    return Address()
 
 
-def _identity(folder: Path) -> list[int]:
-    """It stays when the folder is moved, and a copy has another."""
-    found = folder.stat()
-    return [found.st_dev, found.st_ino]
+def _identity(folder: Path) -> tuple[int, int]:
+    return folder.stat().st_dev, folder.stat().st_ino
 
 
-def port_of_last_start(address: Path, others: Container[int] = ()) -> int:
-    """The port that a role wrote into a JSON file when it started last; 0 if it did not, or if it is now one of `others`,
-    which belong to other roles of the run. A copy of the folder has it, too."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        port = int(json.loads(address.read_bytes())["port"])
-        return 0 if port in others else port
-    return 0
+def port_of_last_start(file: Path, others: Container[int] = ()) -> int:
+    """The port of the process that started last; 0 if none did, or if it is one of `others`, now those of other roles."""
+    port = told_address(file, of_copies=True).port
+    return 0 if port in others else port
 
 
-def port_of_living(address: Path) -> int:
+def port_of_living(file: Path) -> int:
     """The same, if the process that wrote the file lives."""
-    return port_of_last_start(address) if living_pid(address) else 0
+    return told_address(file).port if living_pid(file) else 0
 
 
-def living_pid(address: Path) -> int:
+def living_pid(file: Path) -> int:
     """The process that wrote such a file; 0 if it has ended, or wrote none."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-        pid = int(told_address(address)["pid"])
-        os.kill(pid, 0)
-        return pid
+    with contextlib.suppress(OSError, OverflowError):
+        if (pid := told_address(file).pid) > 0:
+            os.kill(pid, 0)
+            return pid
     return 0
 
 
-def local_url(address: Path, bind: str) -> str:
+def local_url(file: Path, bind: str) -> str:
     """Where others on this machine reach a role that wrote this file and listens on `bind`; "" if it wrote none."""
-    port = port_of_last_start(address) if told_address(address) else 0
+    port = told_address(file).port
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}" if port else ""
 
@@ -129,8 +132,6 @@ def listen(bind: str, port: int, last: int = 0, key: str = "--port") -> socket.s
 # --- Clean stops ---
 #
 # The first signal lets a role finish its work, the second ends the process at once.
-#
-# It is an event, and a way to wait that ends early.
 
 
 T = TypeVar("T")

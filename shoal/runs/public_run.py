@@ -6,7 +6,6 @@ reads, so the folder may be that of a live run.
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -14,11 +13,9 @@ from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateErr
 from shoal.ledger.event import event_hash
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.state import State
-from shoal.ledger.verdict_decisions import is_open
 from shoal.net.blobs import path_of
 from shoal.net.client import Client
 from shoal.protocol import messages as t
-from shoal.protocol.branching import slot_in_batch
 from shoal.protocol.constants import (
     MAX_EVENTS,
     MAX_EVENTS_BYTES,
@@ -27,6 +24,7 @@ from shoal.protocol.constants import (
 )
 from shoal.protocol.encoding import digest
 from shoal.run_folder import RunFolder, is_url
+from shoal.runs.retention import Expiry, expiry_of
 from shoal.weights.fetch.chunks import NotStored
 from shoal.weights.fetch.fetch import fetch_version
 from shoal.weights.fetch.version_directory import disk_limit, room_for_version
@@ -41,21 +39,6 @@ ANSWER_S = 30.0
 
 EVENT_BYTES, EVENT_COPIES = 200, 5
 """An auditor takes this many times an event's stored bytes, counted with the objects around them. Measured: 5.0 times."""
-
-
-@dataclass(frozen=True)
-class Expiry:
-    """What a run has deleted by its own rule, as far as an auditor can see.
-
-    The rule is only the host's word, and a host could name one after it deleted what convicts it. So what is missing
-    counts only if the rule was followed: the oldest go first, so nothing older that the rule deletes is still here.
-    """
-
-    bodies: frozenset[str]
-    """Submissions whose bodies are deleted."""
-    weights_before: int
-    """The weights of all earlier versions are deleted."""
-    words: str
 
 
 class PublicRun(Protocol):
@@ -73,6 +56,11 @@ class PublicRun(Protocol):
 
     async def rows(self, most: int | None = None) -> Rows:
         """The whole log, or its first events. Raises `ConfigError`, `PeerError`, `StateError`."""
+        ...
+
+    async def page(self, after: int) -> Rows:
+        """The events that follow the one of this number, at most MAX_EVENTS; none at the end, or if there is no log yet.
+        Raises as `rows`."""
         ...
 
     async def newer(self, after: int) -> Rows:
@@ -93,38 +81,15 @@ class FolderRun:
 
     def __init__(self, root: Path) -> None:
         self.name, self.folder = str(root), RunFolder(root)
-        if not self.folder.log.is_file():
-            raise ConfigError(f"{root} holds no log (log.sqlite): give a run's folder, such as runs/wordle, or its URL")
+        if not (self.folder.log.is_file() or self.folder.run_file.is_file()):
+            raise ConfigError(f"{root} holds no run: give a run's folder, such as runs/wordle, or its URL")
 
     def expiry(self, state: State) -> Expiry | None:
         try:
             storage = self.folder.config().storage
         except (ConfigError, StateError):
             return None
-        if storage.retain == "all":
-            return None
-        steps = max(storage.window_steps, state.rules.max_staleness + 1)  # as `BlobRetention.forget_old`
-        oldest, versions = state.main.version - steps, state.main.versions
-        size = state.rules.block_groups
-        trained_on = {
-            slot.submission
-            for one in versions.values()
-            for number, slot in one.slots.items()
-            if one.slots[slot_in_batch(number, size)].step >= 0  # guard: continuations-never-expire-before-parents
-        }
-        kept = trained_on if storage.retain == "batches" else set()  # guard: bodies-of-batches-never-expire
-        version_of = {
-            name: state.leases[submission.lease].version
-            for name, submission in state.submissions.items()
-            if name not in kept and not is_open(state, submission)
-        }
-        # guard: oldest-bodies-go-first
-        bodies_before = min([oldest, *(version for name, version in version_of.items() if self._has(name))])
-        # guard: oldest-weights-go-first
-        weights_before = min([oldest, *(version for version, one in versions.items() if self._has(one.manifest))])
-        bodies = frozenset(name for name, version in version_of.items() if version < bodies_before)
-        words = f'The host\'s run file keeps those of version {oldest} and later (storage.retain = "{storage.retain}")'
-        return Expiry(bodies, weights_before, words)
+        return expiry_of(state, storage, self._has)
 
     async def oldest_served(self, state: State) -> int:
         return 0
@@ -133,23 +98,16 @@ class FolderRun:
         return path_of(self.folder.blobs, blob).is_file()
 
     async def page(self, after: int) -> Rows:
-        """The events that follow the one of this number, at most MAX_EVENTS; none at the end. Raises as `rows`."""
-        return self._read(after, MAX_EVENTS)
+        rows = self._read(after, MAX_EVENTS)
+        if not rows and after < 0:
+            demand_log(self.folder)
+        return rows
 
     def _read(self, after: int, most: int | None) -> Rows:
-        store = Store(sqlite_url(self.folder.log), read_only=True)
-        try:
+        if not self.folder.log.is_file():
+            return []
+        with contextlib.closing(Store(sqlite_url(self.folder.log), read_only=True)) as store:
             return list(store.read(after, most))
-        finally:
-            store.close()
-
-    def newest(self) -> int:
-        """The number of the newest event; -1 if there is none. Raises `StateError`."""
-        store = Store(sqlite_url(self.folder.log), read_only=True)
-        try:
-            return store.newest()
-        finally:
-            store.close()
 
     async def rows(self, most: int | None = None) -> Rows:
         rows = self._read(-1, most)
@@ -241,7 +199,7 @@ class UrlRun:
             )
 
     async def page(self, after: int) -> Rows:
-        """As of `FolderRun`. The hashes are of these bytes, and nothing is compared with them."""
+        """The hashes are of these bytes, and nothing is compared with them."""
         path = f"/v1/events?after={after}"
         page = await self.client.get(path, cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)
         *lines, rest = page.split(b"\n", MAX_EVENTS)

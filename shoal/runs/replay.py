@@ -4,21 +4,23 @@ Kept by `run` while it replays the log, because a state does not remember which 
 """
 
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import httpx
+from anyio.from_thread import start_blocking_portal
 from msgspec import UNSET
 
-from shoal.alarms import AlarmLine
+from shoal.alarms import AlarmLine, read_alarms
 from shoal.chat.renderer import Renderer
 from shoal.env import Env
 from shoal.envs.load import files_needed
-from shoal.errors import ConfigError, NothingYet, Overreach, StateError
-from shoal.ledger.batch_selection import groups_in_flight
+from shoal.errors import ConfigError, NothingYet, Overreach, ShoalError, StateError
 from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
 from shoal.ledger.event import GENESIS, Entry, event_hash
 from shoal.ledger.log.check import FAULTS
@@ -26,19 +28,32 @@ from shoal.ledger.log.writer import BrokenLog, checked_entry
 from shoal.ledger.records import LeaseRecord
 from shoal.ledger.registry import apply, read_entry
 from shoal.ledger.state import State
-from shoal.ledger.status import NOT_WAITING, node_state, waiting_for
+from shoal.ledger.status import node_state, status_of
 from shoal.ledger.verdict_decisions import is_final
 from shoal.ledger.verdicts import Decision
 from shoal.ledger.versions import CheckpointPublished
+from shoal.net.key_files import load_key
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import WireError, digest, from_msgpack
-from shoal.runs.env_replay import ReplayedEpisode, answer_of, open_envs, replay
+from shoal.run_folder import RunFolder, is_locked, is_url
 from shoal.runs.evaluations import HeldOut, read_heldout
 from shoal.runs.public_run import EVENT_BYTES, EVENT_COPIES, is_full
-from shoal.runs.rollouts import ReadGroup, Standing, decoded, read_rollouts, with_faults
-from shoal.runs.source import RunFileSource, Value, source_of, step_of
+from shoal.runs.rollouts import (
+    ReadGroup,
+    ReplayedEpisode,
+    Standing,
+    answer_of,
+    decoded,
+    open_envs,
+    read_rollouts,
+    replay,
+    with_faults,
+)
+from shoal.runs.source import FolderSource, UrlSource, Value, step_of
 from shoal.weights.manifest import open_manifest
 from shoal.weights.memory_limit import share_of_free_mb
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -156,8 +171,8 @@ def open_run(
 
     Raises `ConfigError` for a folder without a run, `PeerError` for a bad URL.
     """
-    source = source_of(where, transport)
-    if private and not source.is_own:
+    source = UrlSource(str(where), transport) if is_url(where) else FolderSource(Path(where), transport)
+    if private and not isinstance(source, FolderSource):
         raise ConfigError(f"{where} is a URL: what is private is read from the host's folder, which has its run key")
     return RunReader(source, private, max_memory_mb, clock, own_files)
 
@@ -169,13 +184,17 @@ class RunReader:
     """
 
     def __init__(
-        self, source: RunFileSource, private: bool, max_memory_mb: int, clock: Callable[[], float], own_files: bool = False
+        self, source: FolderSource | UrlSource, private: bool, max_memory_mb: int, clock: Callable[[], float],
+        own_files: bool,
     ) -> None:  # fmt: skip
         self.source, self._private, self._clock, self._own_files = source, private, clock, own_files
+        threads = ExitStack()
+        self._portal = threads.enter_context(start_blocking_portal(name="shoal reading"))
+        self._end = weakref.finalize(self, threads.close)
         self.state = State()
         """After the events that were read."""
         self.marks = Marks()
-        self._limit_bytes = 0 if source.is_own else 1_000_000 * (max_memory_mb or share_of_free_mb())
+        self._limit_bytes = 0 if self.folder else 1_000_000 * (max_memory_mb or share_of_free_mb())
         self._read_bytes = 0
         self._reaches_end = False
         """Whether the page read last was the last one then."""
@@ -197,12 +216,22 @@ class RunReader:
 
     def close(self) -> None:
         """Let go of connections and temporary files."""
-        self.source.close()
+        self._wait(self.source.close)
+        self._end()
+
+    def _wait(self, ask: Callable[..., Awaitable[T]], *values: object) -> T:
+        """What the source answers. An event loop in another thread awaits it, because a notebook has one in this thread."""
+        return self._portal.call(ask, *values)
 
     @property
     def name(self) -> str:
         """Folder or URL."""
         return self.source.name
+
+    @property
+    def folder(self) -> RunFolder | None:
+        """The folder, unless the run is read at a URL."""
+        return self.source.folder if isinstance(self.source, FolderSource) else None
 
     @property
     def run(self) -> str:
@@ -220,7 +249,7 @@ class RunReader:
         if self._broken is not None:
             raise self._broken
         known = self.state.seq >= 0
-        rows = self.source.page(self.state.seq - known)
+        rows = self._wait(self.source.page, self.state.seq - known)
         if known and not (rows and event_hash(rows[0][0]) == self.state.head):  # guard: replaced-log-is-noticed
             raise Replaced(
                 f"{self.name} holds another log than before: the run was replaced or set back. Open it again"
@@ -278,7 +307,7 @@ class RunReader:
         gives others now, at the newest one at the latest."""
         head = GENESIS if after < 0 else ""
         while after < self.state.seq:
-            rows = self.source.page(after)
+            rows = self._wait(self.source.page, after)
             if not rows:
                 raise StateError(f"{self.name} has no event {after + 1} any more: open the run again")
             for data, _ in rows[: self.state.seq - after]:
@@ -295,17 +324,21 @@ class RunReader:
 
     # --- beside the log ---
 
+    def newest(self) -> int:
+        """The number of the newest event that there is, as far as anyone says; -1 if nobody does."""
+        return self._wait(self.source.newest)
+
     def new_metrics(self) -> list[dict[str, Value]]:
         """Lines of metrics that are new since the last call, or repeat a step after a kill: the later line counts."""
-        return self.source.new_metrics()
+        return self._wait(self.source.new_metrics)
 
     def metrics(self, after: int = -1) -> list[dict[str, Value]]:
         """One line of metrics for each step above `after`, in order."""
-        return [line for line in self.source.all_metrics() if step_of(line) > after]
+        return [line for line in self._wait(self.source.all_metrics) if step_of(line) > after]
 
     def condition(self) -> Condition:
         """How the run does: as its coordinator says it, or as it follows from what was read of the log."""
-        said = self.source.status()
+        said = self._wait(self.source.status)
         if said is not None:
             return Condition(said, True)
         state = self.state
@@ -313,19 +346,12 @@ class RunReader:
             return Condition(
                 t.Status("", "starting", -1, 0, 0, {}, 0, 0, "the coordinator: it has no log yet", 0.0), False
             )
-        waits = waiting_for(state)
-        is_stopped = state.phase != "ended" and self.source.is_hosted() is False
-        return Condition(t.Status(
-            name=state.name, phase=state.phase, version=state.main.version, steps=state.rules.steps,
-            accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state, state.main),
-            pending=len(state.pending) + len(state.rechecks), waiting_for=waits,
-            waiting_s=0.0 if waits == NOT_WAITING else max(0.0, self._clock() - state.time), flat_groups=state.main.flat,
-            flat_reward=state.main.mean_flat_reward, pause_cause=state.pause_cause,
-        ), False, is_stopped)  # fmt: skip
+        is_stopped = state.phase != "ended" and self.folder is not None and not is_locked(self.folder.root)
+        return Condition(status_of(state, self._clock()), False, is_stopped)
 
     def alarms(self) -> list[AlarmLine] | None:
         """What monitors raised and cleared, oldest first; None of a URL: `condition` says what stands."""
-        return self.source.alarms()
+        return read_alarms(self.folder.alarms) if self.folder else None
 
     def nodes(self) -> list[t.NodeState]:
         """All nodes in the order in which they joined, with what was refused and why."""
@@ -341,7 +367,7 @@ class RunReader:
     def manifest(self, version: int) -> t.Manifest:
         """A version's manifest, verified. Raises `NothingYet` if it is not kept any more, `PeerError` if it is wrong."""
         record = self.state.main.versions[version]
-        data = self.source.manifest(version, record.manifest)
+        data = self._wait(self.source.manifest, version, record.manifest)
         keys = self.state.publishers
         return open_manifest(data, run=self.run, keys=keys, now=None, version=version, root=record.root)
 
@@ -349,16 +375,30 @@ class RunReader:
         """Evaluations so far, by version; that of the final one once the run's end was read. Transcripts of held-out tasks
         come only with what is private."""
         newest = self.state.main.version if self.state.phase == "ended" else None
-        return read_heldout(self.source.evaluations(), newest, self.shows_private())
+        return read_heldout(self.evaluation_files(), newest, self.shows_private())
+
+    def evaluation_files(self) -> dict[str, bytes]:
+        """Evaluations by name, as they were written; none of a URL."""
+        found = {}
+        for path in sorted(self.folder.evaluations.glob("*.json")) if self.folder else ():
+            with suppress(OSError):
+                found[path.stem] = path.read_bytes()
+        return found
 
     # --- bodies ---
 
+    def blob(self, name: str) -> bytes:
+        """Bytes by their hash, verified. Raises `NothingYet` if they are not here or are private, else `ShoalError`."""
+        return self._wait(self.source.blob, name)
+
     def shows_private(self) -> bool:
         """Whether bodies are read before they are public."""
-        if not self._private or not self.state.run_key:
+        if not self._private or not self.state.run_key or self.folder is None:
             return False
         if self._has_key is None:
-            self._has_key = self.source.has_key(self.state.run_key)
+            self._has_key = False
+            with suppress(ShoalError, OSError):
+                self._has_key = load_key(self.folder.keys / "run.key").public == self.state.run_key
         return self._has_key  # guard: private-needs-the-run-key
 
     def is_public(self, submission: str) -> bool:
@@ -441,7 +481,7 @@ class RunReader:
             )
         if self._body[0] != name:
             try:
-                self._body = name, from_msgpack(self.source.blob(name), t.Submission).groups
+                self._body = name, from_msgpack(self.blob(name), t.Submission).groups
             except WireError as error:
                 raise StateError(f"submission {name[:12]} cannot be read: {error}") from None
         groups, booked = self._body[1], self.state.submissions[name]
@@ -453,5 +493,5 @@ class RunReader:
     def renderer(self) -> Renderer:
         """The run's tokenizer: opened once, because all versions have the same. Raises `NothingYet` before there is one."""
         if self._renderer is None:
-            self._renderer = self.source.renderer(self.state)
+            self._renderer = self._wait(self.source.renderer, self.state)
         return self._renderer

@@ -210,17 +210,11 @@ class CoordinatorWatch:
 
     def public_url(self) -> str:
         """What others type."""
-        address = self._address()
-        return str(address["url"]) if address else ""
+        return told_address(self._file).url
 
     def healthy(self, pid: int) -> bool:
         """Whether this process answers: the address file may still be that of the previous one."""
-        address = self._address()
-        return address is not None and address.get("pid") == pid and _get(f"{self.url()}/healthz") is not None
-
-    def _address(self) -> dict[str, Any] | None:
-        found = told_address(self._file)
-        return found if {"url", "port"} <= found.keys() else None
+        return told_address(self._file).pid == pid and _get(f"{self.url()}/healthz") is not None
 
     def status(self) -> Status:
         """The newest status; the last one if it does not answer now."""

@@ -12,13 +12,12 @@ from typing import Any
 
 import msgspec
 
-from shoal.alarms import Alarm
-from shoal.config.alarm_limits import said_of
 from shoal.errors import NothingYet, PeerError
 from shoal.metrics import HEADLINE_METRICS, declared
 from shoal.net.client import Client, PeerRefused
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.messages import NodeState, Status
+from shoal.runs.redact import alarm_of
 from shoal.runs.run_status import NO_STATUS, PAGING_SHARE, RunStatus
 
 ENDED = "the run has ended, and its host no longer answers"
@@ -87,7 +86,7 @@ class RemoteRun:
             name=status.name, out=self._client.base_url, steps=status.steps, status=status, url=self._client.base_url,
             elapsed_s=self._elapsed_s(), times_steps=True, metrics=tuple(self._lines), nodes=self._nodes,
             notice=self.trouble,
-            alarms=[Alarm(one.cause, one.severity, one.since, one.since, said_of(one.cause), "") for one in status.alarms],
+            alarms=[*map(alarm_of, status.alarms)],
         )  # fmt: skip
 
     async def _read_metrics(self) -> None:
@@ -195,6 +194,7 @@ def cleaned_status(status: Status) -> Status:
     figures = {name: _number(getattr(status, name)) for name in ("accepted", "in_flight", "pending", "flat_groups")}
     return msgspec.structs.replace(
         status, name=status.name[:200], phase=status.phase[:40], waiting_for=status.waiting_for[:2000],
+        waiting_on=status.waiting_on[:40],
         pause_cause=status.pause_cause[:200], version=max(-1, _number(status.version)), steps=_number(status.steps),
         waiting_s=status.waiting_s if _is_number(status.waiting_s) else 0.0, refused=_cleaned_counts(status.refused),
         **figures,

@@ -27,13 +27,14 @@ from shoal.launch.pipeline.training_examples import choose, choose_pairs, digest
 from shoal.launch.role_process import RoleProcess
 from shoal.launch.supervisor import check_first_policy
 from shoal.ledger.log.check import verify
-from shoal.ledger.log.sqlite_store import Store, creation_of, sqlite_url
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.models.lora_config import AdapterSpec, has_adapter
 from shoal.models.random_model import make_tiny
 from shoal.models.value_head import load_valued
 from shoal.protocol.task_draws import read_task_list
 from shoal.run_folder import RunFolder
 from shoal.runs.conversation import group_of
+from shoal.runs.log import creation_of
 from shoal.train.sft_examples import read_examples
 from shoal.weights.manifest import weights_root
 

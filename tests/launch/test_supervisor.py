@@ -351,7 +351,7 @@ def test_a_pause_blames_no_limit_that_a_run_came_to_while_it_fell(
 ) -> None:
     folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
     monkeypatch.setattr("shoal.launch.supervisor.flat_samples", lambda folder: [])
-    monkeypatch.setattr("shoal.launch.flat_groups.why_flat", lambda folder: f"{BY_LIMIT} 62 of the 64 rollouts")
+    monkeypatch.setattr("shoal.runs.conversation.why_flat", lambda folder: f"{BY_LIMIT} 62 of the 64 rollouts")
     monkeypatch.setattr(RunFolder, "config", lambda folder: config)
     view = LiveView(Console(file=(told := io.StringIO()), width=300))
     run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))

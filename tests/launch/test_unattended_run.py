@@ -80,7 +80,7 @@ def test_a_run_that_a_person_paused_is_waited_for(view: UnattendedView, clock: C
     for _ in range(3):
         clock.now += IDLE_LIMIT_S
         view.show(paused)
-    resumed = running(waiting_for="workers: 0 of 4 groups for the next step")
+    resumed = running(waiting_on="workers", waiting_for="workers: 0 of 4 groups for the next step")
     view.show(resumed)  # the pause does not count as a time without workers
     clock.now += 1.1 * IDLE_LIMIT_S
     view.show(resumed)  # then the launcher shows rollouts
@@ -89,9 +89,9 @@ def test_a_run_that_a_person_paused_is_waited_for(view: UnattendedView, clock: C
 
 
 def test_a_run_without_workers_ends_after_a_while_and_a_slow_one_does_not(view: UnattendedView, clock: Clock) -> None:
-    slow = running(waiting_for="workers: 0 of 4 groups for the next step", in_flight=2)
-    without = running(waiting_for="workers: 0 of 4 groups for the next step")
-    training = running(waiting_for='the trainer: the next step; worker w says "workers: none is here"')
+    slow = running(waiting_on="workers", waiting_for="workers: 0 of 4 groups for the next step", in_flight=2)
+    without = running(waiting_on="workers", waiting_for="workers: 0 of 4 groups for the next step")
+    training = running(waiting_on="trainer", waiting_for="the trainer: the next step")
     for shown in (slow, without, slow, training, training, without):
         view.show(shown)
         clock.now += 0.9 * IDLE_LIMIT_S

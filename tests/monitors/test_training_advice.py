@@ -10,7 +10,6 @@ import pytest
 from shoal.config import EnvConfig, RunConfig, TrainConfig, ValidatorsConfig, load_run, preset_lr
 from shoal.evaluation_files import Heldout
 from shoal.launch.alarms import AlarmWatch
-from shoal.launch.flat_groups import newest_refusal
 from shoal.ledger.constants import LAW
 from shoal.ledger.run import RunCreated
 from shoal.monitors import advice
@@ -28,6 +27,7 @@ from shoal.protocol.messages import EnvSpec, Rules, Sampling
 from shoal.protocol.rollout_validation import ROOM_REMEDY
 from shoal.protocol.task_draws import TaskList
 from shoal.run_folder import RunFolder
+from shoal.runs.conversation import newest_refusal
 from shoal.runs.run_status import RunStatus
 from tests.launch.test_memory_plan import RECIPES
 from tests.ledger.ledger_fixture import World

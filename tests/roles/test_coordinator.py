@@ -599,7 +599,7 @@ def test_a_wait_counts_from_when_its_cause_began_and_a_run_that_has_ended_waits_
     assert (waited_s(0.0), waited_s(50.0)) == (0.0, 50.0)
     assert waited_s(30.0, "pause") == 30.0, "from the pause, not from when somebody looked"
     assert waited_s(20.0, "resume") == 20.0
-    monkeypatch.setattr("shoal.roles.coordinator.status.without_signal", lambda *of: f"the last {now[0]} groups")
+    monkeypatch.setattr("shoal.ledger.status.without_signal", lambda *of: f"the last {now[0]} groups")
     waited_s(40.0)
     assert waited_s(5.0, "pause") == 5.0, "from the pause, and not from the first group without signal"
     assert waited_s(5.0) == 10.0, "though its words have other numbers"

@@ -14,7 +14,7 @@ from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest
 from shoal.protocol.signing import Key, content_digest
 from shoal.roles.coordinator.calls import CALLS, application
-from shoal.roles.coordinator.log_pages import PART_BYTES, Pages
+from shoal.roles.coordinator.request_context import PART_BYTES, Pages
 from tests.roles.in_memory_run import URL, Town, tiny_run
 
 OPEN_CALLS = sorted(call.path for call, _ in CALLS if call.who.startswith("anyone"))

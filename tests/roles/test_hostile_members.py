@@ -75,7 +75,7 @@ def test_an_event_that_nobody_could_read_is_not_stored():
 
 
 def test_a_long_log_is_read_page_by_page(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.log_pages.MAX_EVENTS_BYTES", 2_000)
+    monkeypatch.setattr("shoal.roles.coordinator.request_context.MAX_EVENTS_BYTES", 2_000)
     monkeypatch.setattr("shoal.roles.trainer.batches.MAX_EVENTS_BYTES", 2_000)
     town = Town(tmp_path / "run", tiny_run())
     for number in range(40):

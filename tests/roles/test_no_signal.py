@@ -7,13 +7,12 @@ import re
 import pytest
 
 from shoal.errors import StateError
-from shoal.launch.flat_groups import flat_samples, why_flat
 from shoal.ledger.commands import Admin
 from shoal.ledger.hints import IN_A_NEW_RUN
 from shoal.ledger.status import waiting_for
 from shoal.protocol.rollout_validation import ROOM_REMEDY
 from shoal.roles.coordinator.status import StatusBoard
-from shoal.runs.conversation import NewestSample
+from shoal.runs.conversation import NewestSample, flat_samples, why_flat
 from tests.roles.in_memory_run import Town, tiny_run
 
 ALWAYS_HALF = """

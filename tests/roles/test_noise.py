@@ -8,9 +8,9 @@ import pytest
 from shoal.config import RunConfig
 from shoal.engine.dishonest import CHEATS
 from shoal.engine.native import LocalEngine
-from shoal.ledger.log.sqlite_store import creation_of
 from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES
 from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
+from shoal.runs.log import creation_of
 from shoal.runs.public_run import FolderRun
 from tests.nightly import first_of
 from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file

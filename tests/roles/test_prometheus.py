@@ -123,7 +123,7 @@ def test_the_one_who_is_waited_for_has_the_seconds(tmp_path):
     exposed.page("")
     now[0] += 90.0
     found = samples(exposed.page("")[0].decode())
-    waits = {on: found["shoal_waiting_seconds", f"on={on}"] for on in WAITED_FOR.values()}
+    waits = {on: found["shoal_waiting_seconds", f"on={on}"] for on in WAITED_FOR}
     assert waits == {"nothing": 0, "host": 0, "trainer": 90, "validators": 0, "workers": 0}
 
 

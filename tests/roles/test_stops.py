@@ -12,7 +12,6 @@ import pytest
 from shoal.config import RunConfig, TinyPolicy, sampling_of
 from shoal.config.role_options import EvalOptions
 from shoal.jobs import evaluate
-from shoal.ledger.log.sqlite_store import creation_of
 from shoal.models.config import write_json
 from shoal.models.random_model import make_tiny
 from shoal.net.client import Client
@@ -24,6 +23,7 @@ from shoal.protocol.signing import Key
 from shoal.roles import validator
 from shoal.roles.coordinator import main as coordinator
 from shoal.roles.node import node
+from shoal.runs.log import creation_of
 from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 
 END = 5

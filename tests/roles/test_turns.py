@@ -283,8 +283,13 @@ def test_a_stage_that_does_not_answer_is_no_refusal(world, monkeypatch):
     with pytest.raises(PeerError, match="the host's stage gives no answer now") as caught:
         asyncio.run(world.turn(0, client=world.hurried()))
     assert not isinstance(caught.value, PeerRefused) and "http://stage" not in str(caught.value), "a stranger reads it"
-    waits, block = StatusBoard(world.desk).status().waiting_for, world.block
-    assert waits.startswith("the host's stage: one answer takes ") and f" in task {block.slots[0].task} of " in waits
+    status, block = StatusBoard(world.desk).status(), world.block
+    waits = status.waiting_for
+    assert (
+        status.waiting_on == "host"
+        and waits.startswith("the host's stage: one answer takes ")
+        and f" in task {block.slots[0].task} of " in waits
+    )
     monkeypatch.setattr(world.town.stage, "_answer", answer)
     monkeypatch.setattr(door, "STAGE_S", 25.0)
     asyncio.run(world.turn(0))

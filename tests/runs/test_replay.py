@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -29,8 +31,8 @@ from shoal.net.blobs import path_of
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import from_msgpack
 from shoal.run_folder import RunFolder
-from shoal.runs.env_replay import open_envs
 from shoal.runs.replay import Replaced, open_run
+from shoal.runs.rollouts import open_envs
 from shoal.runs.run_status import CoordinatorWatch
 from shoal.sandbox.bubblewrap import unreadable
 from tests.roles.in_memory_run import URL
@@ -205,8 +207,18 @@ def test_a_log_is_read_page_by_page_up_to_a_page_that_is_not_full(town, monkeypa
         assert run.catch_up() == town.desk.state.seq + 1
     with open_run(town.folder.root) as run:
         page = run.source.page
-        monkeypatch.setattr(run.source, "page", lambda after: page(after)[:2])  # a host that drips
+
+        async def dripping(after):
+            return (await page(after))[:2]
+
+        monkeypatch.setattr(run.source, "page", dripping)
         assert [run.catch_up() for _ in range(3)] == [2, 1, 1]
+
+
+def test_a_program_that_does_not_close_a_run_ends(town):
+    code = f"from shoal.runs.replay import open_run; run = open_run({str(town.folder.root)!r}); print(run.catch_up())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) == town.desk.state.seq + 1 and done.stderr == ""
 
 
 def test_rules_with_impossible_sizes_are_refused(town, tmp_path):

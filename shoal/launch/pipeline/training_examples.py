@@ -12,15 +12,14 @@ from shoal.algos.rejection_sampling import raft, star
 from shoal.config.stages import RejectStage
 from shoal.errors import StateError
 from shoal.ledger.batches import BatchFormed, GroupAccepted
-from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.registry import read_entry
 from shoal.ledger.task_difficulty import solve_rate
 from shoal.protocol.constants import COMPLETIONS
-from shoal.protocol.encoding import WireError, digest, to_json
+from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.group_rewards import fault_indices, without_faults
 from shoal.protocol.messages import POLICY, Rollout
 from shoal.run_folder import RunFolder
 from shoal.runs.conversation import group_of
+from shoal.runs.log import LogFollower
 from shoal.train.sft_examples import Examples, tokenizer_digest
 
 Learned = tuple[int, GroupAccepted]
@@ -29,22 +28,18 @@ Learned = tuple[int, GroupAccepted]
 
 def learned_groups(folder: RunFolder) -> list[Learned]:
     """The groups that the run learned from, in the order of steps and then of slots. Raises `StateError`."""
-    store, batches = Store(sqlite_url(folder.log), read_only=True), dict[int, tuple[tuple[int, int], ...]]()
-    accepted: dict[tuple[int, int], GroupAccepted] = {}
+    batches, accepted = dict[int, tuple[tuple[int, int], ...]](), dict[tuple[int, int], GroupAccepted]()
+    for entry in LogFollower(folder.log).events():
+        if isinstance(body := entry.body, GroupAccepted):
+            accepted[body.version, body.slot] = body
+        elif isinstance(body, BatchFormed):
+            batches[body.step] = body.groups
     try:
-        for data, _ in store.read():
-            body = read_entry(data)[0].body
-            if isinstance(body, GroupAccepted):
-                accepted[body.version, body.slot] = body
-            elif isinstance(body, BatchFormed):
-                batches[body.step] = body.groups
         return [(step, accepted[place]) for step, places in sorted(batches.items()) for place in places]
-    except (WireError, KeyError) as error:
+    except KeyError as error:
         raise StateError(
-            f"the log {folder.log} is damaged: {error}. Restore it, or delete the stage's folder"
+            f"the log {folder.log} is damaged: it lacks group {error}. Restore it, or delete the stage's folder"
         ) from None
-    finally:
-        store.close()
 
 
 def digest_of(learned: Sequence[Learned]) -> str:

@@ -13,7 +13,6 @@ from rich.console import Console, RenderableType
 
 from shoal.errors import StateError
 from shoal.launch.admin import administer
-from shoal.launch.flat_groups import why_paused
 from shoal.launch.role_process import counted_signals
 from shoal.launch.supervisor import open_crew
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
@@ -22,6 +21,7 @@ from shoal.ledger.run import NO_SIGNAL
 from shoal.protocol.messages import Status
 from shoal.protocol.rollout_validation import unbegun_remedy
 from shoal.run_folder import RunFolder
+from shoal.runs.conversation import why_paused
 from shoal.runs.run_status import CoordinatorWatch, RunStatus
 from shoal.views.terminal.live_view import LiveView, RunView
 
@@ -93,8 +93,7 @@ class UnattendedView:
                 "again, which gives the run as many groups more (rollouts.max_flat_groups)"
             )
         seen = (status.version, status.accepted, sum(status.refused.values()), status.in_flight, status.pending)
-        awaited = status.waiting_for.partition(":")[0]  # nodes' words follow
-        waits = status.phase == "running" and awaited in ("workers", "other workers") and not seen[-1] and not seen[-2]
+        waits = status.phase == "running" and status.waiting_on == "workers" and not seen[-1] and not seen[-2]
         if seen != self._seen or not waits:
             self._seen, self._idle_since = seen, self._clock()
         if self._clock() - self._idle_since > IDLE_LIMIT_S:  # guard: unattended-run-ends-without-workers

@@ -15,8 +15,6 @@ import sqlalchemy as sa
 
 from shoal.errors import StateError, cause_of
 from shoal.ledger.event import Entry
-from shoal.ledger.registry import read_entry
-from shoal.ledger.run import RunCreated
 from shoal.run_folder import free_below
 
 _metadata = sa.MetaData()
@@ -169,23 +167,3 @@ _REMEDIES = {
     sqlite3.SQLITE_READONLY: "Make the file and its folder writable",
     sqlite3.SQLITE_BUSY: "Close the program that holds it",
 }
-
-
-# --- The first event of a log ---
-#
-# What all nodes of the run agree on.
-#
-# They read the file and never write it.
-
-
-def creation_of(log: Path) -> RunCreated:
-    """How the run of this log was created. Raises `StateError` if the log is empty or cannot be read."""
-    store = Store(sqlite_url(log), read_only=True)
-    try:
-        for data, _ in store.read(limit=1):
-            body = read_entry(data)[0].body
-            assert isinstance(body, RunCreated), "a log begins with the run"
-            return body
-    finally:
-        store.close()
-    raise StateError(f"the log {log} is empty")

@@ -87,8 +87,7 @@ class CheckAnswer(Response, frozen=True):
 
 
 class StandingAlarm(Response, frozen=True):
-    """An alarm of a run, as anyone may know it: not which node it is about, nor the figures. The log has both once the
-    host acts on it."""
+    """An alarm as anyone may know it: without its node and its figures, which the log has once the host acts on it."""
 
     cause: Cause
     severity: Literal["notice", "warning", "critical"]
@@ -124,8 +123,7 @@ class Status(Response, frozen=True):
     unbegun_cause: str = ""
     """Why the last of them cannot."""
     pause_cause: str = ""
-    """Why the run paused itself, such as "no signal"; "alarm: CAUSE" if an alarm paused it, as its run file says; empty if
-    the host paused it."""
+    """Why the run paused itself, such as "no signal", or "alarm: CAUSE" by its run file; empty if the host paused it."""
     lr_factor: LrFactor = 1.0
     """The run file's learning rate is multiplied by this in the next batch that is formed."""
     # guard: few-standing-alarms
@@ -134,6 +132,8 @@ class Status(Response, frozen=True):
     # guard: few-unjoined
     unjoined: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """Keys of validators that were admitted and have never joined: the last of them."""
+    waiting_on: str = ""
+    """Whom `waiting_for` is about: host, trainer, validators, workers or nothing."""
 
 
 class StateHash(Response, frozen=True):

@@ -1,9 +1,0 @@
-from shoal.roles.auditor.credits import check_statement as check_statement
-from shoal.roles.auditor.credits import show_credits as show_credits
-from shoal.roles.auditor.recompute import Findings as Findings
-from shoal.roles.auditor.recompute import GroupChoice as GroupChoice
-from shoal.roles.auditor.recompute import audit as audit
-from shoal.roles.auditor.recompute import examine as examine
-from shoal.roles.auditor.verify_log import audit_folder as audit_folder
-from shoal.roles.auditor.verify_log import check as check
-from shoal.roles.auditor.verify_log import show as show

@@ -19,9 +19,8 @@ from shoal.env import Env
 from shoal.envs.replay import replay_group
 from shoal.ledger.event import Entry
 from shoal.ledger.log.check import Audit
+from shoal.ledger.status import run_info_of
 from shoal.ledger.verdicts import Decision, Rechecked, VerdictGiven
-from shoal.protocol import messages as t
-from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.runs.public_run import PublicRun, fetch_weights
 from shoal.verification.context import Tools
 from shoal.weights.engine_loader import LoadedEngine, contained
@@ -117,10 +116,4 @@ class AuditContext:
             self.scores = engine.score(requests, temperature, hidden)
             return self.scores
 
-        info = t.RunInfo(
-            run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
-            trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
-            sampling=state.sampling, rules=state.rules, phase="ended", version=state.main.version,
-            root_key=state.root_key or "", publishers=state.named or None,
-        )  # fmt: skip
-        return Tools(info, self.envs, self._renderer, replay_group, dtype=state.rules.dtype, score=score)
+        return Tools(run_info_of(state), self.envs, self._renderer, replay_group, dtype=state.rules.dtype, score=score)

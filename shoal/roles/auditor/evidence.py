@@ -23,7 +23,8 @@ from shoal.protocol.constants import MAX_JSON_BYTES, MAX_MANIFEST_BYTES, MAX_SUB
 from shoal.protocol.encoding import WireError, digest, from_json
 from shoal.protocol.host_signatures import is_promised, terms_of
 from shoal.roles.node.evidence import Kind, kept_in
-from shoal.runs.public_run import Expiry, PublicRun, UrlRun, verified
+from shoal.runs.public_run import PublicRun, UrlRun, verified
+from shoal.runs.retention import Expiry
 from shoal.weights.manifest import content_of, open_manifest
 
 P = TypeVar("P", t.Grant, t.Receipt)
@@ -124,6 +125,9 @@ class WithEvidence:
 
     async def rows(self, most: int | None = None) -> list[tuple[bytes, str]]:
         return await self._run.rows(most)
+
+    async def page(self, after: int) -> list[tuple[bytes, str]]:
+        return await self._run.page(after)
 
     async def newer(self, after: int) -> list[tuple[bytes, str]]:
         return await self._run.newer(after)

@@ -34,7 +34,8 @@ from shoal.protocol.seed_chain import sample_seed
 from shoal.roles.auditor.context import AuditContext
 from shoal.roles.auditor.evidence import EvidenceSet, WithEvidence, accusations, leased, read_evidence
 from shoal.roles.auditor.verify_log import read_log
-from shoal.runs.public_run import Expiry, PublicRun, Unavailable, open_run
+from shoal.runs.public_run import PublicRun, Unavailable, open_run
+from shoal.runs.retention import Expiry
 from shoal.terminal import printable, say
 from shoal.verification.branch_parents import OtherParents, fetch_parents, read_parents
 from shoal.verification.verdict_diff import differences

@@ -5,17 +5,16 @@ It judges nothing: `verification` decides what honest arithmetic may differ by.
 Axes: G rollouts of a group, P tokens that the policy wrote, V vocabulary, C tokens of a row, D width.
 """
 
-import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from anyio.from_thread import start_blocking_portal
 from numpy.typing import NDArray
 
 from shoal.engine.interface import PolicyScore, ScoreRequest
@@ -92,12 +91,12 @@ def score(reading: RunReader, place: GroupRef, index: int, policy: Path | None, 
     return in_a_thread(lambda: _score(reading, place, index, policy, logits))
 
 
-def in_a_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def in_a_thread(make: Callable[[], Awaitable[T]]) -> T:
     """Run a coroutine where the caller may have an event loop of its own. Raises `ShoalError` without torch."""
     if find_spec("torch") is None:
         raise ShoalError(no_torch())
-    with ThreadPoolExecutor(1, "shoal replay") as pool:
-        return pool.submit(lambda: asyncio.run(make())).result()
+    with start_blocking_portal(name="shoal replay") as portal:
+        return portal.call(make)
 
 
 @asynccontextmanager

@@ -42,7 +42,6 @@ from shoal.protocol.messages.responses import CreditPage, Statement
 from shoal.protocol.tolerances import unmeasured
 from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.lease_queue import LeasePollReplays, LeaseQueue
-from shoal.roles.coordinator.log_pages import Pages
 from shoal.roles.coordinator.prometheus import Meter, Metered, PrometheusCollector
 from shoal.roles.coordinator.public_calls import (
     get_credits,
@@ -60,7 +59,7 @@ from shoal.roles.coordinator.public_calls import (
     get_status,
     get_steps,
 )
-from shoal.roles.coordinator.request_context import Handler, LongPollLimits, RequestContext, number
+from shoal.roles.coordinator.request_context import Handler, LongPollLimits, Pages, RequestContext, number
 from shoal.roles.coordinator.status import StatusBoard, batch_of
 from shoal.roles.coordinator.verdicts import admit_validator, next_check, take_verdict
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, rotate, take_checkpoint

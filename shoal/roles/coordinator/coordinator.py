@@ -44,9 +44,8 @@ from shoal.protocol.seed_chain import SecretChain
 from shoal.protocol.signing import Key
 from shoal.roles.coordinator.env_hang_reports import StopReports
 from shoal.roles.coordinator.env_server_client import EnvServerClient, tasks_text
-from shoal.roles.coordinator.public_blobs import origin_of
 from shoal.roles.coordinator.relays import RelayList
-from shoal.roles.coordinator.retention import BlobRetention
+from shoal.roles.coordinator.retention import BlobRetention, origin_of
 from shoal.run_folder import RunFolder
 from shoal.verification.branch_parents import named_parents
 from shoal.verification.encode_submission import largest_submission_bytes

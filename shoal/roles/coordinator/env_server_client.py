@@ -211,10 +211,8 @@ class EnvServerClient:
 
     def _reached(self) -> Client:
         """A client of the stage where it is now: it comes back at another port when it was killed."""
-        try:
-            url = str(told_address(self._address)["url"])
-        except KeyError:
-            raise PeerError("it has not started yet") from None
+        if not (url := told_address(self._address).url):
+            raise PeerError("it has not started yet")
         if self._client is None or self._client.base_url != url:
             self._client = self._connect(url)  # an old one may have requests under way, which fail by themselves
         return self._client

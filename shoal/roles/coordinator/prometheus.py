@@ -269,11 +269,7 @@ PHASES = ("running", "paused", "draining", "ended")
 
 SEVERITIES = ("notice", "warning", "critical")
 
-WAITED_FOR = {
-    "nothing": "nothing", "the host": "host", "the trainer": "trainer", "validators": "validators", "workers": "workers",
-    "other workers": "workers",
-}  # fmt: skip
-"""By the first words of what `board` says that the run waits for."""
+WAITED_FOR = ("nothing", "host", "trainer", "validators", "workers")
 
 QUARANTINE_CAUSES = (*CHECKS, "noise", "forged", "host", "other")
 
@@ -344,11 +340,7 @@ class PrometheusCollector(Collector):
         yield "groups_in_flight", _one(status.in_flight)
         yield "groups_flat", _one(status.flat_groups)
         yield "submissions_pending", _one(status.pending)
-        waits = WAITED_FOR.get(status.waiting_for.partition(":")[0], "nothing")
-        yield (
-            "waiting_seconds",
-            [((on,), status.waiting_s * (on == waits)) for on in dict.fromkeys(WAITED_FOR.values())],
-        )
+        yield "waiting_seconds", [((on,), status.waiting_s * (on == status.waiting_on)) for on in WAITED_FOR]
         standings = collections.Counter((node.role, "left" if node.left else node.standing) for node in members)
         yield "nodes", [(labels, float(count)) for labels, count in standings.items()]
         held = collections.Counter(_cause(node) for node in members if node.standing == "quarantined")

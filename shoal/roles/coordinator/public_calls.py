@@ -9,7 +9,7 @@ from shoal.env_packages.naming import is_registry_path
 from shoal.ledger.errors import Refused
 from shoal.ledger.log.pay_history import explain, sign_statement
 from shoal.ledger.registry import read_entry
-from shoal.ledger.status import NOT_WAITING, node_state
+from shoal.ledger.status import node_state
 from shoal.metrics import MAX_LINE_BYTES
 from shoal.net.blobs import names
 from shoal.net.server import answer, answer_bytes
@@ -147,9 +147,8 @@ async def get_front(door: RequestContext, request: Request) -> Response:
         return RedirectResponse(page, 307, {"cache-control": "no-store"})
     info, status = door.board.info(), door.board.status()
     url = str(request.base_url).rstrip("/")
-    waits = f"waiting for {status.waiting_for} ({status.waiting_s:.0f} s)"
-    if status.waiting_for.startswith(NOT_WAITING):
-        waits = "the run has ended"
+    has_ended = status.waiting_on == "nothing"
+    waits = "the run has ended" if has_ended else f"waiting for {status.waiting_for} ({status.waiting_s:.0f} s)"
     return PlainTextResponse(
         f"shoal run {info.name}: {status.phase}, version {status.version} of {status.steps}, "
         f"{status.accepted} groups accepted\n{waits}\n\n"

@@ -8,24 +8,26 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from shoal.config import StorageConfig
-from shoal.errors import NothingYet, StateError
+from shoal.config import HostConfig, StorageConfig
+from shoal.errors import NothingYet, StateError, cause_of
 from shoal.ledger.errors import Refused
 from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.state import State
 from shoal.ledger.verdict_decisions import is_final, is_open
-from shoal.net.blobs import FolderBlobs, Upload
+from shoal.net.blobs import FolderBlobs, Upload, path_of
+from shoal.net.server_process import port_of_living
 from shoal.protocol import messages as t
-from shoal.protocol.branching import is_continued, parent_slot, slot_in_batch
+from shoal.protocol.branching import is_continued, parent_slot
 from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.encoding import from_json
 from shoal.protocol.messages import Manifest
-from shoal.roles.coordinator.public_blobs import PublicBlobs
+from shoal.runs.retention import deletable, oldest_kept
 from shoal.weights.manifest import chunks_of, content_of, is_whole
 
 SLOWEST_LINE_BYTES_PER_S = 6_250_000
@@ -212,13 +214,10 @@ class BlobRetention:
 
     def forget_old(self) -> None:
         """Delete old bodies and weights that `storage.retain` does not keep."""
-        if self._storage.retain == "all":
+        if (oldest := oldest_kept(self.state, self._storage)) <= 0:
             return
-        oldest = self.state.main.version - max(self._storage.window_steps, self.state.rules.max_staleness + 1)
-        continued = self._continued()
-        for name in [name for name, version in self.bodies.items() if version < oldest]:
-            if not self._stays(name, continued):
-                self._forget_body(name)
+        for name in self._deletable({name: version for name, version in self.bodies.items() if version < oldest}):
+            self._forget_body(name)
         self._forget_weights([version for version in self._spare_versions(self.state.time) if version < oldest])
 
     def make_room(self, quota: int) -> bool:
@@ -245,9 +244,8 @@ class BlobRetention:
             return
         for version in self._spare_versions(math.inf):
             yield partial(self._forget_early, version)  # guard: old-weights-make-room
-        continued = self._continued()
-        for name in sorted(self.bodies, key=self.bodies.__getitem__):
-            if not self._stays(name, continued) and not self._is_to_train_on(name):  # guard: accepted-bodies-stay
+        for name in sorted(self._deletable(self.bodies), key=self.bodies.__getitem__):
+            if not self._is_to_train_on(name):  # guard: accepted-bodies-stay
                 yield partial(self._forget_body, name)
 
     def _spare_versions(self, now: float) -> list[int]:
@@ -316,10 +314,10 @@ class BlobRetention:
             self.projections.pop(blob, None)
             self._blobs.delete(blob)
 
-    def _stays(self, name: str, continued: set[str]) -> bool:
-        """Whether a body stays as long as the run lasts, or until it is judged; `continued` is as of `_continued`."""
-        open_ = is_open(self.state, self.state.submissions[name]) or name in continued
-        return open_ or (self._storage.retain == "batches" and self._was_used(name))
+    def _deletable(self, bodies: Mapping[str, int]) -> list[str]:
+        """Of these submissions, each with its version, those whose bodies nobody needs as long as the run lasts."""
+        continued = self._continued()
+        return [name for name in deletable(self.state, self._storage, bodies) if name not in continued]
 
     def _continued(self) -> set[str]:
         """Bodies that hold groups which somebody continues, or which a validator may need to judge that."""
@@ -349,14 +347,73 @@ class BlobRetention:
         judged = [state.submissions[name].lease for name in (*state.pending, *state.rechecks)]
         return {state.leases[lease].version for lease in judged}  # guard: judged-weights-stay
 
-    def _was_used(self, submission: str) -> bool:
-        """Whether a batch took a group of a submission, or one that a group of it continues: an auditor needs both."""
-        lease, size = self.state.leases[self.state.submissions[submission].lease], self.state.rules.block_groups
-        slots = self.state.main.versions[lease.version].slots
-        # guard: continuations-stay-with-their-parents
-        taught = (slot_in_batch(number, size) for number, slot in slots.items() if slot.submission == submission)
-        return any(slots[number].step >= 0 for number in taught)
-
 
 def _chunks(manifests: Iterable[t.Manifest]) -> set[str]:
     return {chunk for manifest in manifests for chunk in chunks_of(manifest)}
+
+
+# --- What anyone may fetch: chunks and manifests of published versions, in a folder of its own that the origin serves ---
+#
+# The folder holds a hard link to each blob, so nothing is stored twice, and another process or web server can serve it
+# without asking who may read what.
+
+
+class PublicBlobs:
+    """The names of blobs that anyone may read, each with a link in `folder` if it is here."""
+
+    def __init__(self, folder: Path, blobs: FolderBlobs) -> None:
+        self.folder, self._blobs = folder, blobs
+        self._names = set[str]()
+        self._is_told = False
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def show(self, names: Iterable[str]) -> None:
+        """Let anyone read these blobs."""
+        for name in set(names) - self._names:
+            self._names.add(name)
+            self._link(name)
+
+    def again(self, name: str) -> None:
+        """A blob was stored again: anyone reads it as it is now. A link would still lead to the bytes before."""
+        if name in self._names:
+            self._link(name)
+
+    def hide(self, name: str) -> None:
+        """Take a blob back before it is deleted."""
+        if name in self._names:
+            self._names.discard(name)
+            path_of(self.folder, name).unlink(missing_ok=True)
+
+    def hide_others(self) -> None:
+        """Delete links to what is not public any more: a kill left them."""
+        for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
+            if path.name not in self._names:
+                path.unlink()  # guard: left-links
+
+    def _link(self, name: str) -> None:
+        link, stored = path_of(self.folder, name), self._blobs.path_of(name)
+        try:
+            if link.exists() and os.path.samefile(link, stored):
+                return
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)  # of a blob that was stored again
+            os.link(stored, link)
+        except FileNotFoundError:
+            return  # the blob is not here: the coordinator answers so, too
+        except OSError as error:
+            if not self._is_told:
+                log.warning("the origin lacks blobs, and the coordinator serves them itself: %s", cause_of(error))
+            self._is_told = True
+
+
+def origin_of(host: HostConfig, address: Path) -> str:
+    """Where clients fetch chunks: a URL, or ":PORT/PATH" of the host that they call. Empty: from the coordinator.
+
+    `address` is the file in which the origin says where it is. Behind a proxy only the run file can say it.
+    """
+    if host.origin_url or host.public_url:
+        return host.origin_url
+    port = port_of_living(address)
+    return f":{port}/v1/blobs" if port else ""

@@ -12,7 +12,6 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shoal.alarms import StandingAlarms
-from shoal.ledger.batch_selection import groups_in_flight
 from shoal.ledger.batches import BatchFormed, GroupAccepted
 from shoal.ledger.errors import Refused
 from shoal.ledger.event import Entry
@@ -23,16 +22,22 @@ from shoal.ledger.hints import (
     WORKER_REMEDY,
     split_remedy,
 )
-from shoal.ledger.lease_granting import without_signal
 from shoal.ledger.records import NodeRecord
 from shoal.ledger.slot_draws import slot_of, table_of
 from shoal.ledger.state import State, state_hash
-from shoal.ledger.status import ALL_GONE, NOT_WAITING, VERDICTS, WORKERS, node_state, waiting_after_lapses, waiting_for
+from shoal.ledger.status import (
+    ALL_GONE,
+    VERDICTS,
+    node_state,
+    run_info_of,
+    status_of,
+    waiting_after_lapses,
+)
 from shoal.ledger.task_difficulty import solve_rate
 from shoal.ledger.validator_turns import absent, duration_text, overdue, overdue_verdicts, silent, slow_check
 from shoal.protocol import messages as t
 from shoal.protocol.branching import continued_slot, is_continued_slot
-from shoal.protocol.constants import LONG_POLL_S, MAX_NODES, MAX_STANDING_ALARMS, PROTOCOL_VERSION
+from shoal.protocol.constants import LONG_POLL_S, MAX_NODES, MAX_STANDING_ALARMS
 from shoal.protocol.group_rewards import fault_indices, without_faults
 from shoal.protocol.messages import SolveRate
 from shoal.protocol.tolerances import needs_of
@@ -110,16 +115,8 @@ class StatusBoard:
 
     def info(self) -> t.RunInfo:
         """The run's description."""
-        state = self._desk.state
-        return t.RunInfo(
-            run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
-            trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
-            sampling=state.sampling, rules=state.rules, phase=state.phase,  # type: ignore[arg-type]
-            version=state.main.version, rules_version=state.law.version,
-            needs=needs_of(self._desk.needs_transformers, self._desk.has_adapter, self._desk.has_coded_base),
-            origin=self._desk.origin(),
-            root_key=state.root_key or "", publishers=state.named or None,
-        )  # fmt: skip
+        needs = needs_of(self._desk.needs_transformers, self._desk.has_adapter, self._desk.has_coded_base)
+        return replace(run_info_of(self._desk.state), needs=needs, origin=self._desk.origin())
 
     def nodes(self, after: str = "") -> list[t.NodeState]:
         """At most `MAX_NODES` members in the order in which they joined, from the one after `after`. Raises `Refused`."""
@@ -172,8 +169,9 @@ class StatusBoard:
 
     def status(self) -> t.Status:
         """How far the run is, and what it waits for."""
-        state = self._desk.state
-        reason, flat = waiting_for(state), without_signal(state, state.main)
+        state, now = self._desk.state, self._desk.clock()
+        plain = status_of(state, now)
+        reason, flat = plain.waiting_for, plain.no_signal
         same = f"{reason}, after {state.main.version}"
         if state.phase == "paused":
             same = f"paused: {state.pause_cause}"
@@ -187,42 +185,34 @@ class StatusBoard:
             reason = f"{reason}; {NO_LEASE}: {full}"
         if behind := self._desk.clock_behind():  # guard: clock-is-told
             reason = f"{reason}; {behind}"
-        if reason.startswith(VERDICTS):
-            quiet = overdue_verdicts(state, self._desk.clock(), self._began, self._desk.entered)
-            if skipped := absent(state, self._desk.clock()):  # guard: absent-is-told
+        if plain.waiting_on == "validators":
+            quiet = overdue_verdicts(state, now, self._began, self._desk.entered)
+            if skipped := absent(state, now):  # guard: absent-is-told
                 reason = f"{VERDICTS}{skipped}; {reason.removeprefix(VERDICTS)}"
             if quiet:  # guard: silent-is-told
                 reason, remedy = f"{VERDICTS}{quiet}; {reason.removeprefix(VERDICTS)}", SILENT_REMEDY
-            elif slow := slow_check(state, self._desk.clock(), self._began, self._desk.entered):
+            elif slow := slow_check(state, now, self._began, self._desk.entered):
                 reason = f"{VERDICTS}{slow}; {reason.removeprefix(VERDICTS)}"
-        if state.phase == "running" and reason.startswith(WORKERS):
+        if state.phase == "running" and plain.waiting_on == "workers":
             quiet, may_end = self._silent_workers()
             if quiet:  # guard: silent-worker-is-told
                 who, _, rest = reason.partition(": ")
                 reason, remedy = f"{who}: {quiet}; {rest}", remedy or ("" if may_end else WORKER_REMEDY)
             if not any(one.role == "worker" for key in self._desk.heard if (one := state.members.get(key))):
                 reason = reason.replace(ALL_GONE, "; no worker has come back since the host started")
-            reason = f"{reason}{waiting_after_lapses(state, self._desk.clock())}"
+            reason = f"{reason}{waiting_after_lapses(state, now)}"
         if stopped := self._desk.stop_reports.waited_for(state, state.main):  # guard: stops-are-told
             reason = f"{reason}; {stopped}"
         if state.phase == "running" and (slow := self._desk.stage.slow_turn()):
-            reason = f"{slow}; {reason}"
+            reason, plain = f"{slow}; {reason}", replace(plain, waiting_on="host")
         if state.phase == "paused" and state.pause_cause.startswith(FAULTS) and (task := self._faulted_task()):
             reason = f"{reason}; all of {task}: repair it, or leave it out with envs.tasks of a new run"
         if flat and state.phase != "paused":
             reason = f"{reason}; {flat}"
         if remedy:
             reason = f"{reason}. {remedy}"
-        return t.Status(
-            name=state.name, phase=state.phase, version=state.main.version, steps=state.rules.steps,
-            accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state, state.main),
-            pending=len(state.pending) + len(state.rechecks), waiting_for=reason,
-            waiting_s=0.0 if reason.startswith(NOT_WAITING) else max(0.0, self._desk.clock() - self._waiting[1]),
-            flat_groups=state.main.flat, flat_reward=state.main.mean_flat_reward,
-            no_signal=flat, unbegun_groups=state.main.unbegun or 0, unbegun_cause=state.main.unbegun_cause or "",
-            pause_cause=state.pause_cause, alarms=self.alarms(), lr_factor=state.main.lr_factor(len(state.main.batches)),
-            unjoined=tuple(key for key in state.validators if key not in state.members)[-MAX_NODES:],
-        )  # fmt: skip
+        waiting_s = 0.0 if plain.waiting_on == "nothing" else max(0.0, now - self._waiting[1])
+        return replace(plain, waiting_for=reason, waiting_s=waiting_s, alarms=self.alarms())
 
     def _faulted_task(self) -> str:
         """The one task of all rollouts on which the environment failed that paused the run; empty if there are several."""

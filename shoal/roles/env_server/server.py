@@ -21,7 +21,6 @@ from starlette.routing import Route
 from shoal.chat.renderer import Renderer
 from shoal.config import RunConfig
 from shoal.errors import StateError
-from shoal.ledger.log.sqlite_store import creation_of
 from shoal.net import server
 from shoal.net.connection_limits import ServerLimits as Connections
 from shoal.net.connection_limits import http_server
@@ -38,6 +37,7 @@ from shoal.roles.env_server.replies import Memo
 from shoal.roles.env_server.turns import Conflict, TurnLimits, record_of, take_turn
 from shoal.roles.node.reward_parts import ScoreFile
 from shoal.run_folder import RunFolder
+from shoal.runs.log import creation_of
 
 # --- What the stage is working on ---
 #

@@ -12,8 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError, how_to_install
-from shoal.runs.event_rows import Row
-from shoal.runs.tables import Column, as_csv
+from shoal.runs.tables import Column, Row, as_csv
 from shoal.terminal import printable
 
 if TYPE_CHECKING:

@@ -109,7 +109,7 @@ def read_run(run: RunReader) -> ReadRun:
     lines = run.metrics()
     newest = step_of(lines[-1]) + 1 if lines else 0
     where = PurePath(run.name).name or run.name
-    return ReadRun(name or where, where, config, lines, read_heldout(run.source.evaluations(), newest, False))
+    return ReadRun(name or where, where, config, lines, read_heldout(run.evaluation_files(), newest, False))
 
 
 def picture_of(

@@ -11,13 +11,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
-from shoal.alarms import AlarmLine, read_alarms, standing
-from shoal.config.alarm_limits import said_of
+from shoal.alarms import AlarmLine, standing
 from shoal.envs.load import files_needed
 from shoal.errors import ShoalError, StateError
 from shoal.evaluation_files import Judged, interval_of, why_not_comparable
@@ -29,11 +26,11 @@ from shoal.models.parameter_counts import parameters_of
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest
 from shoal.runs.evaluations import HeldOut
-from shoal.runs.event_rows import node_note
+from shoal.runs.redact import public_alarms, without_folders
 from shoal.runs.replay import RunReader, Version
-from shoal.runs.source import FolderSource
+from shoal.runs.run_status import USAGE
+from shoal.runs.tables import node_note
 from shoal.views.report.samples import ReportSample, samples_of
-from shoal.weights.manifest import open_manifest
 
 MOST_ROWS = 100
 """Of a table of nodes, versions or alarms: the rest is counted in a line below it."""
@@ -41,7 +38,7 @@ MOST_ROWS = 100
 MAX_CONFIG_BYTES = 1 << 20
 """Of a policy's config.json, which may be a stranger's."""
 
-MOST_CONFIG_CHARS, MOST_LINE_CHARS, MOST_DEPTH = 40_000, 500, 20
+MOST_CONFIG_CHARS, MOST_LINE_CHARS = 40_000, 500
 
 
 @dataclass(frozen=True)
@@ -110,18 +107,18 @@ def facts_of(run: RunReader) -> ReportContent:
     total = sum(node.influence for node in nodes)
     versions, heldout = run.versions(), run.evaluations()
     kept = versions if len(versions) <= 20 else [*versions[:10], *versions[-10:]]
-    raised = read_alarms(run.source.folder.alarms) if isinstance(run.source, FolderSource) else []
+    raised = run.alarms() or []
     private, uncleared = run.shows_private(), standing(raised)
-    alarms = raised if private else _as_told(raised)  # guard: report-accuses-nobody
+    alarms = raised if private else public_alarms(raised)  # guard: report-accuses-nobody
     wall_s, use = _use(run)
     config = dict(without_folders(begun.config))
     train = config.get("train")
     samples, why = samples_of(run)
     later = [entry.body.config for entry in run.events() if isinstance(entry.body, RulesChanged) and entry.body.config]
     return ReportContent(
-        run=run.run, name=begun.name, command=shlex.quote(run.name) if not run.source.is_own else "RUN_FOLDER",
+        run=run.run, name=begun.name, command="RUN_FOLDER" if run.folder else shlex.quote(run.name),
         needs_files=bool(files_needed(state.envs)),
-        is_url=not run.source.is_own, status=condition.status, is_live=condition.is_live,
+        is_url=run.folder is None, status=condition.status, is_live=condition.is_live,
         is_stopped=condition.is_stopped, began=first.time, ended=state.time, config=_config(config),
         config_changes=_changes([config, *map(without_folders, later)]),
         policy=policy_of(run, config.get("policy")),
@@ -163,17 +160,6 @@ def _change(what: str, first: HeldOut | Judged, last: HeldOut | Judged, since: s
     change = "rose" if now > was else "fell" if now < was else "stayed"
     surely = "the 95 % intervals do not touch" if apart else "the 95 % intervals overlap, so this may be chance"
     return f"{what} {change} from {was:.3g}{since} to {now:.3g} in version {version}: {surely}."
-
-
-def without_folders(tree: Any, depth: int = 0) -> Any:
-    """A run file whose absolute paths have their last part only: the others tell about the host's machine."""
-    if depth > MOST_DEPTH:
-        return "…"
-    if isinstance(tree, dict):
-        return {key: without_folders(value, depth + 1) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [without_folders(value, depth + 1) for value in tree]
-    return f"…/{PurePath(tree).name}" if isinstance(tree, str) and tree.startswith("/") else tree  # guard: report-paths
 
 
 def _config(tree: Mapping[str, Any]) -> str:
@@ -246,40 +232,26 @@ def _shape(spec: ModelConfig | HFConfig) -> str:
 
 def _spec(run: RunReader) -> ModelConfig | HFConfig | None:
     """The shape of the newest version, from the files that its manifest names; None if they cannot be had."""
-    state, version = run.state, run.state.main.version
+    version = run.state.main.version
     with contextlib.suppress(ShoalError, OSError), tempfile.TemporaryDirectory(prefix="shoal-report-") as home:
         if version < 0:
             return None
-        record = state.main.versions[version]
-        data = run.source.manifest(version, record.manifest)
-        manifest = open_manifest(
-            data, run=state.run, keys=state.publishers, now=None, version=version, root=record.root
-        )
+        manifest = run.manifest(version)
         for entry in manifest.files:
             if entry.path in ("config.json", "generation_config.json") and entry.size <= MAX_CONFIG_BYTES:
                 chunks = entry.chunks[: 1 + MAX_CONFIG_BYTES // manifest.chunk_bytes]
-                file = b"".join(run.source.blob(chunk) for chunk in chunks)
+                file = b"".join(run.blob(chunk) for chunk in chunks)
                 if digest(file) == entry.digest:  # as its publisher signed it
                     (Path(home) / entry.path).write_bytes(file)
         return spec_of(Path(home))
     return None
 
 
-def _as_told(lines: Sequence[AlarmLine]) -> list[AlarmLine]:
-    """What anyone may know of alarms, as the page tells it: one line for each cause and step, with the general sentence of
-    the cause."""
-    told = dict[tuple[str, str, int], AlarmLine]()
-    for line in lines:
-        alarm = structs.replace(line.alarm, node="", summary=said_of(line.alarm.cause), remedy="", measured=())
-        told.setdefault((line.change, alarm.cause, alarm.since), structs.replace(line, alarm=alarm))
-    return list(told.values())
-
-
 def _use(run: RunReader) -> tuple[float, list[tuple[str, float, float | None]]]:
     """Time and CPU by role, as the launcher wrote them; nothing if it did not, or of a URL."""
-    if isinstance(run.source, FolderSource):
+    if run.folder:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            found = json.loads((run.source.folder.root / "usage.json").read_bytes())
+            found = json.loads((run.folder.root / USAGE).read_bytes())
             peaks = found.get("peak_rss_mb", {})
             use = [(str(role), float(cpu_s), peaks.get(role)) for role, cpu_s in found["cpu_s"].items()]
             return float(found["wall_s"]), sorted(use, key=lambda one: -one[1])

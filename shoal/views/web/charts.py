@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from shoal.evaluation_files import Heldout, why_not_comparable
 from shoal.metrics import meaning_of
-from shoal.runs.event_rows import Row
+from shoal.runs.tables import Row
 from shoal.views.web.index.queries import IndexQueries
 
 MOST_LINES = 12

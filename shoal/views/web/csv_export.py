@@ -22,14 +22,12 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from shoal.metrics import meaning_of
-from shoal.runs.event_rows import Row
-from shoal.runs.tables import csv_line
+from shoal.runs.tables import Row, csv_line
 from shoal.views.web.charts import REWARDS, family_of, rewards_of
 from shoal.views.web.group_pages import only_of
 from shoal.views.web.index.group_queries import GroupFilter, groups
 from shoal.views.web.index.queries import MOST_ROWS, IndexQueries
-from shoal.views.web.index.schema import MOST_ROLLOUTS
-from shoal.views.web.index.sqlite_values import numbers_of
+from shoal.views.web.index.schema import MOST_ROLLOUTS, numbers_of
 from shoal.views.web.page_request import NotHere, PageRequest, asked_nodes, asked_refusals
 
 log = logging.getLogger(__name__)
@@ -143,12 +141,8 @@ def _written(rows: Iterable[Row]) -> Iterator[str]:
 
 def _nodes(asked: PageRequest) -> Iterator[Row]:
     """Those of the filter in the address, by its ranking."""
-    role, by, search = asked_nodes(asked)
-    after: int | None = 0
-    while after is not None:
-        page = asked.look.nodes(asked.run, role, by, search, after, MOST_ROWS)
-        yield from page["rows"]
-        after = page["next"]
+    only = asked_nodes(asked)
+    return _paged(lambda after: asked.look.nodes(asked.run, *only, after or 0, MOST_ROWS))
 
 
 def _metrics(asked: PageRequest) -> Iterator[Row]:
@@ -214,14 +208,6 @@ def _refusals(asked: PageRequest) -> Iterator[Row]:
     return _paged(lambda after: asked.look.refusals(asked.run, after=after, limit=MOST_ROWS, **only))
 
 
-def _differences(asked: PageRequest) -> Iterator[Row]:
-    return _paged(lambda after: asked.look.differences(asked.run, after, MOST_ROWS, asked.word("validator")))
-
-
-def _versions(asked: PageRequest) -> Iterator[Row]:
-    return _paged(lambda after: asked.look.versions(asked.run, after, MOST_ROWS))
-
-
 def _spread(asked: PageRequest) -> Iterator[Row]:
     """When workers were leased which versions: of all workers, or of one."""
     worker = asked.word("worker")
@@ -234,10 +220,6 @@ def _verdicts(asked: PageRequest) -> Iterator[Row]:
     validator = asked.word("validator")
     query = "SELECT * FROM verdicts WHERE run = ? AND (? = '' OR validator = ?)"
     return _in_order(asked.look, query, (asked.run, validator, validator), ("seq",))
-
-
-def _heldout(asked: PageRequest) -> Iterable[Row]:
-    return asked.look.rows("SELECT * FROM heldout WHERE run = ? ORDER BY version, env", asked.run)
 
 
 def _alarms(asked: PageRequest) -> Iterator[Row]:
@@ -294,8 +276,12 @@ def _in_order(
 
 DOWNLOADS: dict[str, Callable[[PageRequest], Iterable[Row]]] = {
     "nodes": _nodes, "metrics": _metrics, "step": _step, "groups": _groups, "rollouts": _rollouts, "events": _events,
-    "versions": _versions, "verdicts": _verdicts, "refusals": _refusals, "heldout": _heldout,
-    "alarms": _alarms, "spread": _spread, "differences": _differences, "runs": _runs,
+    "verdicts": _verdicts, "refusals": _refusals, "alarms": _alarms, "spread": _spread, "runs": _runs,
+    "versions": lambda asked: _paged(lambda after: asked.look.versions(asked.run, after, MOST_ROWS)),
+    "heldout": lambda asked: asked.look.heldout(asked.run),
+    "differences": lambda asked: _paged(
+        lambda after: asked.look.differences(asked.run, after, MOST_ROWS, asked.word("validator"))
+    ),
     "validators": lambda asked: asked.look.validators(asked.run),
     "checks": lambda asked: asked.look.refusal_counts(asked.run, MOST_ROWS),
     "rewards": lambda asked: rewards_of(asked.look, asked.run, asked.word("env")),

@@ -13,10 +13,13 @@ from starlette.datastructures import QueryParams
 
 from shoal.config.alarm_limits import said_of
 from shoal.errors import StateError
-from shoal.runs.event_rows import Row
+from shoal.runs.redact import without_paths
+from shoal.runs.tables import Row
 from shoal.views.web.index.queries import RANKINGS, IndexQueries
 from shoal.views.web.page_runs import PageRun, PageRuns
-from shoal.views.web.run_address import ANY_PLACE, without_paths
+
+ANY_PLACE = "RUN_FOLDER_OR_URL"
+"""In a command, for viewers to whom no address of the run is known."""
 
 MOST_CHARS = 200
 """Of a value in an address."""

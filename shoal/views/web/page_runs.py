@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, ShoalError, StateError
+from shoal.run_folder import is_url
 from shoal.runs.evaluations import ReadTranscript
+from shoal.runs.redact import public_url, without_paths
 from shoal.runs.replay import GroupRef, RunReader, open_run
 from shoal.runs.rollouts import ReadGroup
 from shoal.views.web.index.build import Builder, numbered
 from shoal.views.web.index.queries import IndexQueries
 from shoal.views.web.replay_gaps import Gaps, Rescoring
-from shoal.views.web.run_address import address_for_others, is_folder, without_paths
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class PageRun:
     @property
     def is_own(self) -> bool:
         """Whether it is a folder of this machine."""
-        return is_folder(self.where)
+        return not is_url(self.where)
 
 
 class PageRuns:
@@ -322,7 +323,7 @@ class PageRuns:
             self._open(shown)
         assert shown.builder is not None and shown.reading is not None
         if not shown.is_whole and shown.newest < 0:
-            shown.newest = shown.reading.source.newest()
+            shown.newest = shown.reading.newest()
         busy, trouble, state = False, "", shown.reading.state
         if shown.is_whole and self._is_due(shown):
             was_live = shown.is_live
@@ -373,7 +374,7 @@ class PageRuns:
         if shown.is_own and not Path(shown.where).exists():
             raise ConfigError(f"there is no folder {shown.where}: give a run's folder or its URL")
         shown.reading = self._open_one(shown.where, private=shown.is_own)
-        shown.place, shown.address = shown.reading.name, address_for_others(shown.where)
+        shown.place, shown.address = shown.reading.name, public_url(shown.where)
         shown.is_whole, shown.newest, shown.percent = False, -1, 0
         with self._opening:
             if self._file is None or self._inode() != self._file:
@@ -409,7 +410,7 @@ class PageRuns:
             return
         shown.asked_at, shown.asked_of = self._clock(), _moment(shown.reading)
         if not shown.is_whole:
-            shown.newest = shown.reading.source.newest()
+            shown.newest = shown.reading.newest()
         shown.builder.note_condition()
         found = repr((self.look().alarms(shown.number), self.look().heldout(shown.number)))
         row = self.look().rows("SELECT told, is_live FROM conditions WHERE run = ?", shown.number)

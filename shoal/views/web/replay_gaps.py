@@ -4,14 +4,17 @@ A gap is how far a token is from the one that its seed chooses, under the weight
 tokens have gaps near 0.
 """
 
+import asyncio
 import json
+import math
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shoal.errors import NothingYet, StateError
+from shoal.errors import NothingYet, ShoalError, StateError
+from shoal.protocol.encoding import WireError
 from shoal.runs.replay import GroupRef
 
 LIMIT_S = 120.0
@@ -51,7 +54,7 @@ class Rescoring:
             self._turn.release()
 
     def _computed(self, where: str, place: GroupRef) -> Gaps:
-        command = [sys.executable, "-m", "shoal.views.web.replay_gaps_main", where, place.submission, str(place.index)]
+        command = [sys.executable, "-m", "shoal.views.web.replay_gaps", where, place.submission, str(place.index)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=self._limit_s, check=False)
             told = json.loads(done.stdout)
@@ -63,3 +66,33 @@ class Rescoring:
         if "error" in told:
             raise StateError(told["error"])
         return Gaps(tuple(tuple(gaps) for gaps in told["gaps"]), told["limit"])
+
+
+# --- The program: `python -m shoal.views.web.replay_gaps RUN SUBMISSION INDEX` ---
+
+
+def main(where: str, submission: str, index: int) -> None:
+    """Print what `gaps_of` finds, or why it finds nothing."""
+    try:
+        told = asyncio.run(gaps_of(where, GroupRef(submission, index)))
+    except (ShoalError, NothingYet, WireError) as error:
+        told = {"error": str(error)}
+    print(json.dumps(told))
+
+
+async def gaps_of(where: str, place: GroupRef) -> dict[str, Any]:
+    """The gaps of a group of a submission. Raises `ShoalError`; `NothingYet` while its seeds are secret."""
+    from shoal.roles.auditor.rescore import rebuilt, scored
+
+    async with rebuilt(where, place, {}) as work:
+        found = await scored(work)
+    gaps = [[_finite(gap) for gap in score.gaps_P.tolist()] for score in found.scores_G]
+    return {"gaps": gaps, "limit": found.limits.gap if found.limits else None}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

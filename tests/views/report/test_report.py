@@ -16,9 +16,10 @@ from shoal.models.open_model import spec_of
 from shoal.models.parameter_counts import parameters_of
 from shoal.run_folder import RunFolder
 from shoal.runs.evaluations import HeldOut
+from shoal.runs.redact import without_folders
 from shoal.runs.replay import open_run
 from shoal.views.report import html as page
-from shoal.views.report.content import _changes, _config, facts_of, gain_of, policy_of, without_folders
+from shoal.views.report.content import _changes, _config, facts_of, gain_of, policy_of
 from shoal.views.report.samples import ReportSample, SampleTurn, Talk, shade_of
 
 HOSTILE = (

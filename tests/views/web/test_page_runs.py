@@ -109,7 +109,7 @@ def test_the_share_of_a_log_that_was_read_is_of_all_of_it_from_the_first_page_on
     """Also where no second passes between the pages, so that nobody asks again how long the log is."""
     monkeypatch.setattr("shoal.runs.public_run.MAX_EVENTS", 40)
     with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
-        newest = shelf.runs[0].reading.source.newest()
+        newest = shelf.runs[0].reading.newest()
         shelf.step()
         assert f"Reading the log, {100 * 40 // (newest + 1)} %" in words(shelf)
 

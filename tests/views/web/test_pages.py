@@ -37,8 +37,7 @@ from shoal.views.web.format import number, parts, percent, templates
 from shoal.views.web.index.group_queries import GroupFilter, groups
 from shoal.views.web.page_request import PageRequest
 from shoal.views.web.page_runs import CHANGE_EVERY_S, PageRuns
-from shoal.views.web.replay_gaps import Gaps, Rescoring
-from shoal.views.web.replay_gaps_main import gaps_of
+from shoal.views.web.replay_gaps import Gaps, Rescoring, gaps_of
 from shoal.views.web.run_pages import _ends
 from shoal.views.web.serve import host_token
 from tests.runs.test_replay import grown

@@ -7,10 +7,11 @@ from starlette.testclient import TestClient
 
 from shoal.errors import StateError
 from shoal.run_folder import RunFolder
+from shoal.runs.redact import public_url, without_paths
 from shoal.tree import to_tree
 from shoal.views.web.app import page_app
+from shoal.views.web.page_request import ANY_PLACE
 from shoal.views.web.page_runs import PageRuns
-from shoal.views.web.run_address import ANY_PLACE, address_for_others, without_paths
 from tests.roles.in_memory_run import tiny_run
 from tests.views.web.test_pages import TOKEN, crawled
 
@@ -137,5 +138,5 @@ def test_others_are_told_an_address_only_if_they_can_reach_it(tmp_path, host, ad
     folder.prepare(tiny_run(), tmp_path)
     with_host(folder.root, **host)
     folder.address.write_text(json.dumps({"url": "", "pid": 1, "port": 8470}))
-    assert address_for_others(str(folder.root)) == address
-    assert address_for_others("https://other.example.org") == "https://other.example.org"
+    assert public_url(str(folder.root)) == address
+    assert public_url("https://other.example.org") == "https://other.example.org"

@@ -16,9 +16,9 @@ from shoal.launch.run_lock import locked
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.protocol.audit_selection import REPLAY
-from shoal.runs.event_rows import node_note
 from shoal.runs.event_text import sentence_of
 from shoal.runs.replay import open_run
+from shoal.runs.tables import node_note
 from shoal.views.report.html import report_of
 from shoal.views.web.app import page_app
 from shoal.views.web.charts import OVERVIEW, TITLES, Chart, ChartLine, chart_of, overview_charts, picture_of

@@ -17,27 +17,33 @@ from msgspec import structs
 
 from shoal.errors import StateError
 from shoal.evaluation_files import why_not_comparable
-from shoal.ledger.batch_selection import groups_in_flight
 from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
 from shoal.ledger.event import Entry
 from shoal.ledger.group_signal import advantages
 from shoal.ledger.lease_sizing import is_slow, usual_pace_s
 from shoal.ledger.leases import LeaseGranted
 from shoal.ledger.run import RulesChanged, RunEnded
-from shoal.ledger.status import waiting_for
+from shoal.ledger.status import status_of
 from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed
 from shoal.protocol.algorithm_config import judged_by_trainer, step_credit_of, vine_of
 from shoal.protocol.group_rewards import without_faults
 from shoal.runs.evaluations import HeldOut
-from shoal.runs.event_rows import event_row, node_note, refusal_rows, verdict_row
 from shoal.runs.replay import RunReader, slot_of, standing_of
 from shoal.runs.source import Value, step_of
-from shoal.runs.tables import judged, mean, spread
+from shoal.runs.tables import event_row, judged, mean, node_note, refusal_rows, spread, verdict_row
 from shoal.views.web.index.insert_rows import MetricsIndex, Quota, decode_bodies, note_alarms
-from shoal.views.web.index.schema import MOST_ROLLOUTS, begun, forget, open_to_write, run_word, told_as_errors
-from shoal.views.web.index.sqlite_values import fit_for_search, plain
+from shoal.views.web.index.schema import (
+    MOST_ROLLOUTS,
+    begun,
+    fit_for_search,
+    forget,
+    open_to_write,
+    plain,
+    run_word,
+    told_as_errors,
+)
 
 PAGE = 1000
 """Events of one transaction, when they are read again."""
@@ -373,14 +379,11 @@ class Builder:
         """What an overview shows of the state, as JSON."""
         state = self.reading.state
         return json.dumps({
-            "run": state.run, "phase": state.phase, "pause_cause": state.pause_cause, "version": state.main.version,
-            "steps": state.rules.steps, "accepted": state.accepted_groups, "refused": state.refused, "issued": state.issued,
-            "burned": state.burned, "pending": len(state.pending), "rechecks": len(state.rechecks),
-            "in_flight": groups_in_flight(state, state.main), "flat_groups": state.main.flat, "time_s": state.time,
-            "waiting_for": waiting_for(state), "envs": [env.label for env in state.envs],
-            "group_size": state.rules.group_size,
-            "batch_groups": state.rules.batch_groups, "max_staleness": state.rules.max_staleness, "acts": self._acts,
-            "usual_pace_s": usual_pace_s(state), "unbegun": self._unbegun,
+            **structs.asdict(status_of(state, state.time)), "run": state.run, "issued": state.issued,
+            "burned": state.burned, "time_s": state.time, "envs": [env.label for env in state.envs],
+            "group_size": state.rules.group_size, "batch_groups": state.rules.batch_groups,
+            "max_staleness": state.rules.max_staleness, "acts": self._acts, "usual_pace_s": usual_pace_s(state),
+            "unbegun": self._unbegun,
         }, default=structs.asdict)  # fmt: skip
 
     def _put(self, table: str, values: Sequence[Any]) -> None:

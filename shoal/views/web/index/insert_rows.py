@@ -12,17 +12,16 @@ from typing import Any
 from msgspec import structs
 
 from shoal.alarms import AlarmLine
-from shoal.config.alarm_limits import said_of
 from shoal.errors import NothingYet, StateError
 from shoal.metrics import meaning_of
 from shoal.protocol import messages as t
 from shoal.run_folder import held_below
+from shoal.runs.redact import alarm_of
 from shoal.runs.replay import GroupRef, RunReader
 from shoal.runs.rollouts import ReadGroup
-from shoal.runs.source import FolderSource, Value, step_of
+from shoal.runs.source import Value, step_of
 from shoal.runs.tables import mean
-from shoal.views.web.index.schema import METRIC, MOST_ROLLOUTS, run_word
-from shoal.views.web.index.sqlite_values import fit_for_search, numbers_of, plain, query_of
+from shoal.views.web.index.schema import METRIC, MOST_ROLLOUTS, fit_for_search, numbers_of, plain, query_of, run_word
 
 PUT = (
     "INSERT INTO alarms VALUES (:run, :cause, :node, :since_step, :level, :words, :first_s, :last_s, :is_open, :evidence) "
@@ -47,7 +46,10 @@ def note_alarms(
                 "UPDATE alarms SET is_open = 0, last_s = ? WHERE run = ? AND cause = ? AND since_step = ?",
                 (now, run, cause, since),
             )
-        connection.executemany(PUT, [{"run": run, **_told_row(one, now)} for one in standing])
+        connection.executemany(
+            PUT,
+            [{"run": run, **row} for one in standing for row in alarm_rows([AlarmLine(now, "raised", alarm_of(one))])],
+        )
 
 
 def alarm_rows(lines: Iterable[AlarmLine]) -> list[dict[str, Any]]:
@@ -61,19 +63,11 @@ def alarm_rows(lines: Iterable[AlarmLine]) -> list[dict[str, Any]]:
         row = newest[alarm.subject] = found.setdefault((alarm.cause, alarm.node, alarm.since), {"first_s": line.time_s})
         row |= {
             "cause": alarm.cause, "node": alarm.node, "since_step": plain(alarm.since), "level": alarm.severity,
-            "words": f"{alarm.summary.rstrip('.')}. {alarm.remedy}", "last_s": line.time_s,
-            "is_open": line.change == "raised",
+            "words": f"{alarm.summary.rstrip('.')}. {alarm.remedy}" if alarm.remedy else alarm.summary,
+            "last_s": line.time_s, "is_open": line.change == "raised",
             "evidence": json.dumps({"step": alarm.step, "measured": [structs.asdict(one) for one in alarm.measured]}),
         }  # fmt: skip
     return list(found.values())
-
-
-def _told_row(alarm: t.StandingAlarm, now: float) -> dict[str, Any]:
-    return {
-        "cause": alarm.cause, "node": "", "since_step": plain(alarm.since), "level": alarm.severity,
-        "words": said_of(alarm.cause), "first_s": now, "last_s": now, "is_open": True,
-        "evidence": json.dumps({"step": alarm.since, "measured": []}),
-    }  # fmt: skip
 
 
 # --- Decodes submissions into the index ---
@@ -195,11 +189,10 @@ class Quota:
 
     def of(self, reading: RunReader, now: float) -> dict[str, int]:
         """`blob_bytes` and, if the log names the quota, `quota_bytes`; nothing of a URL."""
-        source = reading.source
-        if isinstance(source, FolderSource) and (not self._told.get("blob_bytes") or abs(now - self._at) >= EVERY_S):
+        if reading.folder and (not self._told.get("blob_bytes") or abs(now - self._at) >= EVERY_S):
             self._at = now
             storage = reading.state.config.get("storage", {})
             quota_mb = storage.get("quota_mb", 0) if isinstance(storage, dict) else 0
             quota = {"quota_bytes": quota_mb * 1_000_000} if isinstance(quota_mb, int) and quota_mb > 0 else {}
-            self._told = {"blob_bytes": held_below(source.folder.blobs), **quota}
+            self._told = {"blob_bytes": held_below(reading.folder.blobs), **quota}
         return self._told
