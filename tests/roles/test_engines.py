@@ -18,7 +18,7 @@ from shoal.protocol.messages import EngineFacts
 from shoal.protocol.tolerances import ADAPTERS
 from shoal.roles.coordinator import calls
 from shoal.roles.coordinator.status import StatusBoard
-from shoal.roles.node import session
+from shoal.roles.node import node
 from shoal.roles.worker.worker import Worker
 from shoal.tree import to_tree
 from shoal.weights.engine_loader import demand_engine_fits
@@ -79,7 +79,7 @@ def test_an_engine_that_a_run_does_not_take_is_not_opened(tmp_path: Path) -> Non
 
 def test_a_run_without_bounds_for_an_engine_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     town = Town(tmp_path / "run", tiny_run(steps=1))
-    monkeypatch.setattr(session, "demand_engine_fits", lambda run, implementation: None)  # a worker that does not ask
+    monkeypatch.setattr(node, "demand_engine_fits", lambda run, implementation: None)  # a worker that does not ask
     worker = _chosen(town)
     with pytest.raises(PeerRefused, match=UNMEASURED) as refused:
         _run(worker)

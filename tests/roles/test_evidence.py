@@ -660,7 +660,7 @@ def test_a_request_that_names_a_manifest_which_the_log_lacks_is_refused_as_a_for
     town, workers = honest_run
 
     async def ask(app, manifest):
-        async with Client(URL, load_or_make_key(workers[0].home / "node.key"), run=town.desk.state.run,
+        async with Client(URL, load_or_make_key(workers[0].node.home / "node.key"), run=town.desk.state.run,
                           transport=httpx.ASGITransport(app)) as client:  # fmt: skip
             client.manifest = manifest
             return await client.post_json("/v1/leases", t.LeaseRequest(), t.LeaseAnswer)
