@@ -71,10 +71,15 @@ def _import_packages() -> None:
 def _begin(folder: str) -> None:
     """A worker goes into a copy of the tree."""
     copy = Path(folder) / str(os.getpid())
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "site"))
+    shutil.copytree(ROOT, copy, ignore=_left_out)
     os.chdir(copy)
     os.environ["PYTHONPATH"] = str(copy)
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    made = {"runs", "build", "dist", "site"} if Path(folder) == ROOT else set()
+    return {name for name in names if name.startswith(".") or name == "__pycache__" or name in made}
 
 
 def _outcome(guard: Guard, place: Place) -> Outcome:

@@ -30,13 +30,14 @@ from shoal.ledger.status import NOT_WAITING, node_state, waiting_for
 from shoal.ledger.verdict_decisions import is_final
 from shoal.ledger.verdicts import Decision
 from shoal.ledger.versions import CheckpointPublished
+from shoal.metrics import MetricsLine, step_of
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import WireError, digest, from_msgpack
 from shoal.runs.env_replay import ReplayedEpisode, answer_of, open_envs, replay
 from shoal.runs.evaluations import HeldOut, read_heldout
 from shoal.runs.public_run import EVENT_BYTES, EVENT_COPIES, is_full
 from shoal.runs.rollouts import ReadGroup, Standing, decoded, read_rollouts, with_faults
-from shoal.runs.source import RunFileSource, Value, source_of, step_of
+from shoal.runs.source import RunFileSource, source_of
 from shoal.weights.manifest import open_manifest
 from shoal.weights.memory_limit import share_of_free_mb
 
@@ -295,11 +296,11 @@ class RunReader:
 
     # --- beside the log ---
 
-    def new_metrics(self) -> list[dict[str, Value]]:
+    def new_metrics(self) -> list[MetricsLine]:
         """Lines of metrics that are new since the last call, or repeat a step after a kill: the later line counts."""
         return self.source.new_metrics()
 
-    def metrics(self, after: int = -1) -> list[dict[str, Value]]:
+    def metrics(self, after: int = -1) -> list[MetricsLine]:
         """One line of metrics for each step above `after`, in order."""
         return [line for line in self.source.all_metrics() if step_of(line) > after]
 

@@ -17,7 +17,7 @@ from shoal import __version__
 from shoal.evaluation_files import BEFORE, Heldout, evaluations_in, interval_of, read_heldout
 from shoal.ledger.members import ASKED_BY_HOST
 from shoal.ledger.records import NodeRecord
-from shoal.metrics import METRICS, NEWEST_STEPS, newest_lines, newest_metrics, pace_of
+from shoal.metrics import METRICS, NEWEST_STEPS, MetricsTail, pace_of
 from shoal.protocol.audit_selection import CHECKS
 from shoal.protocol.env_faults import without_faults
 from shoal.protocol.messages import StandingAlarm, Status
@@ -304,7 +304,7 @@ class PrometheusCollector(Collector):
         self._alarms, self._clock = alarms, clock
         meter.registry.register(self)
         ProcessCollector(registry=meter.registry)
-        self._of_steps = step_metrics()
+        self._of_steps, self._metrics = step_metrics(), MetricsTail(desk.metrics_file)
         self._pages: dict[str, bytes] = {}
         self._again_at = -1e9
 
@@ -375,7 +375,7 @@ class PrometheusCollector(Collector):
 
     def _of_pace(self, status: Status) -> Iterator[tuple[str, Values]]:
         """What the newest steps and the newest batch say. Absent figures are no series."""
-        lines = newest_lines(self._desk.metrics_file, NEWEST_STEPS)
+        lines = self._metrics.newest(NEWEST_STEPS)
         left_s = pace_of(lines, status.steps - status.version).left_s if status.phase == "running" else None
         yield "time_left_seconds", _one(left_s) if left_s is not None else []
         ages = lines[-1].get("staleness_rollouts") if lines else None
@@ -410,7 +410,7 @@ class PrometheusCollector(Collector):
             yield f"heldout_judge_{field}", [((of,), figures[at]) for of, figures in judged]
 
     def _of_newest_step(self) -> Iterator[tuple[StepMetric, Values]]:
-        line = newest_metrics(self._desk.metrics_file) or {}
+        line = next(iter(self._metrics.newest(1)), {})
         values: dict[str, dict[str, float]] = {}
         for key, value in line.items():
             name, _, label = key.partition("/")

@@ -1,16 +1,16 @@
 """The figures of a run as rows for loggers: one for each training step, with an evaluation on held-out tasks if one is new.
 
-A row is given when its figures are final: of a step that a killed trainer repeats, the last line of metrics.jsonl counts.
+A row is given when the next step has a line. A step that a trainer repeats after that is given again: the last line counts.
 `Given` says how far a logger has come, so that the next start goes on there.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from shoal.evaluation_files import AFTER, Heldout, evaluations_in, interval_of, read_heldout, version_of
-from shoal.metrics import MetricsTail
+from shoal.metrics import MetricsLine, MetricsTail, step_of
 from shoal.run_folder import RunFolder
 
 HELDOUT = "heldout"
@@ -58,7 +58,7 @@ class Rows:
         self._tail = MetricsTail(folder.metrics)
         self.given = given
         """With the newest row that `new` gave."""
-        self._newest: dict[str, Any] | None = None
+        self._newest: MetricsLine | None = None
         """The newest line, until its row was given."""
         self._steps = 0
         """Steps so far."""
@@ -69,19 +69,21 @@ class Rows:
         has_ended = self._final.exists()
         while lines := self._tail.read():
             for line in lines:
-                if self._newest is not None and line["step"] > self._newest["step"]:  # guard: last-line-is-logged
+                step = step_of(line)
+                if self._newest is not None and step > step_of(self._newest):  # guard: last-line-is-logged
                     yield self._row(self._newest, self._evaluation())
-                self._newest = line if line["step"] > self.given.step else None  # guard: step-is-logged-once
-                self._steps = line["step"] + 1
+                is_new = step > self.given.step or step < self._steps  # guard: step-is-logged-once
+                self._newest = line if is_new else None
+                self._steps = step + 1
         if has_ended and self._newest is not None:
             yield self._row(self._newest, self._evaluation(of_all=True))
             self._newest = None
         while has_ended and is_stopping and (left := self._evaluation(of_all=True)) is not None:
             yield self._taken(Row(self.given.step + 1, left.time_s, {}, left))
 
-    def _row(self, line: dict[str, Any], evaluation: Evaluation | None) -> Row:
+    def _row(self, line: MetricsLine, evaluation: Evaluation | None) -> Row:
         values = _numbers_in(line)
-        return self._taken(Row(line["step"], values.get("time_s", 0.0), values, evaluation))
+        return self._taken(Row(step_of(line), values.get("time_s", 0.0), values, evaluation))
 
     def _taken(self, row: Row) -> Row:
         names = () if row.evaluation is None else (row.evaluation.name,)
@@ -100,7 +102,7 @@ class Rows:
         return None
 
 
-def _numbers_in(line: dict[str, Any]) -> dict[str, float]:
+def _numbers_in(line: MetricsLine) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in line.items():
         table = value if isinstance(value, dict) else {}

@@ -28,12 +28,12 @@ from shoal.ledger.status import waiting_for
 from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed
+from shoal.metrics import MetricsLine, step_of
 from shoal.protocol.algorithm_config import judged_by_trainer, step_credit_of, vine_of
 from shoal.protocol.env_faults import without_faults
 from shoal.runs.evaluations import HeldOut
 from shoal.runs.event_rows import event_row, node_note, refusal_rows, verdict_row
 from shoal.runs.replay import RunReader, slot_of, standing_of
-from shoal.runs.source import Value, step_of
 from shoal.runs.tables import judged, mean, spread
 from shoal.views.web.index.insert_rows import MetricsIndex, Quota, decode_bodies, note_alarms
 from shoal.views.web.index.schema import MOST_ROLLOUTS, begun, forget, open_to_write, run_word, told_as_errors
@@ -76,7 +76,7 @@ class Builder:
         self._nodes: dict[str, tuple[Any, ...]] = {}
         """Rows as they were written last, by key."""
         self._metrics = MetricsIndex(self._db, self.number)
-        self._later_metrics: list[dict[str, Value]] = []
+        self._later_metrics: list[MetricsLine] = []
         """Lines of metrics that are further than the log was read."""
         self._by_version: dict[int, list[str]] = {}
         """Submissions."""
@@ -119,7 +119,7 @@ class Builder:
         decoded = decode_bodies(self._db, self.number, self.reading, BODIES)
         return bool(entries or lines or decoded)
 
-    def _new_metrics(self) -> list[dict[str, Value]]:
+    def _new_metrics(self) -> list[MetricsLine]:
         """New lines of metrics; while the log is read, those of versions that were read."""
         lines, version = self._later_metrics + self.reading.new_metrics(), self.reading.state.main.version
         is_whole = self.reading.is_at_end
