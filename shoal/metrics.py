@@ -21,10 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class Metric(NamedTuple):
-    """A metric's unit and the sentence that explains it."""
+    """A metric's unit, the sentence that explains it, and how it is shown."""
 
     unit: str
     sentence: str
+    title: str = ""
+    """What people call it; empty: its name."""
+    form: str = ""
+    """How the terminal writes it in the figures of a run; empty: it is not one of them."""
+    headline: bool = False
+    """Whether plots, reports and the first page of a run draw it without being asked."""
 
 
 METRICS: dict[str, Metric] = {
@@ -34,6 +40,7 @@ METRICS: dict[str, Metric] = {
         "reward",
         "Mean reward of the batch's rollouts, without groups that have no signal. Rollouts from which nothing is learned "
         "because a token limit ended them count.",
+        title="reward, groups with a signal",
     ),
     "reward_mean/LABEL": Metric(
         "reward",
@@ -43,15 +50,23 @@ METRICS: dict[str, Metric] = {
         "reward",
         "Mean of a named part of the reward, before its weight, over the rollouts that the host's own validators accepted, "
         "or its stage played, since the batch of the last step; LABEL/NAME if a run has several environments.",
+        title="parts of the reward",
     ),
     "env_metric/NAME": Metric("any", "The same for a metric that the environment reports beside the reward."),
     "reward_all_mean": Metric(
-        "reward", "Mean reward of all rollouts accepted since the batch of the last step, with or without signal."
+        "reward",
+        "Mean reward of all rollouts accepted since the batch of the last step, with or without signal.",
+        "reward",
+        ".3f",
+        headline=True,
     ),
     "solve_rate": Metric(
         "share",
         "Share of the rollouts accepted since the batch of the last step that are solved: whose reward is at least "
         "envs.solved. Missing if some were accepted before a restart of the coordinator.",
+        "solved",
+        ".1%",
+        headline=True,
     ),
     "solve_rate/LABEL": Metric(
         "share", "The same for one environment, if a run has several; null if no group of it was accepted."
@@ -60,7 +75,11 @@ METRICS: dict[str, Metric] = {
         "weight", "Weight of an environment in the newest draw table, if a run has several: its share of new slots."
     ),
     "zero_signal_share": Metric(
-        "share", "Share of groups accepted since the batch of the last step whose rewards were all equal."
+        "share",
+        "Share of groups accepted since the batch of the last step whose rewards were all equal.",
+        "no signal",
+        ".1%",
+        headline=True,
     ),
     "fault_share": Metric(
         "share",
@@ -73,15 +92,22 @@ METRICS: dict[str, Metric] = {
         "loss",
         "Value of the objective that the step lowered, per policy token; mean over the step's updates. This and other "
         "figures of the policy's updates are missing in steps in which only a critic learns.",
+        "loss",
     ),
     "entropy_nats": Metric(
         "nats",
         "Mean entropy of the distributions that the policy's tokens were drawn from; mean over the step's updates.",
+        "entropy",
+        ".3f",
+        headline=True,
     ),
     "clip_share": Metric(
         "share",
         "Share of policy tokens whose gradient a bound on the importance ratio removed, delta included, or with cispo "
         "cut; mean over the step's updates.",
+        "clipped",
+        ".1%",
+        headline=True,
     ),
     "truncated_share": Metric(
         "share",
@@ -95,6 +121,7 @@ METRICS: dict[str, Metric] = {
         "nats",
         "Mean KL divergence from the run's first policy at the batch's tokens, by the estimator k3; missing in runs "
         "without a KL penalty.",
+        "KL",
     ),
     "value_loss": Metric(
         "reward squared",
@@ -129,8 +156,12 @@ METRICS: dict[str, Metric] = {
     "log_ratio_abs_max_nats": Metric(
         "nats",
         "Largest |log-prob under the trained policy - under the one that sampled| of a token, over the step's updates.",
+        "max |log ratio|",
+        ".3f",
     ),
-    "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
+    "staleness_rollouts": Metric(
+        "rollouts", "Rollouts of the batch by how many versions old their policy was.", "staleness", headline=True
+    ),
     "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),
     "overlong_share": Metric("share", "Share of the batch's rollouts that a token limit ended, learned from or not."),
     "overlong_rollouts": Metric(
@@ -139,7 +170,7 @@ METRICS: dict[str, Metric] = {
     ),
     "groups_without_signal": Metric("groups", "Groups of the batch left out because their rewards were all equal."),
     "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted but the trainer refused."),
-    "grad_norm": Metric("norm", "Norm of the gradient before clipping; mean over the step's updates."),
+    "grad_norm": Metric("norm", "Norm of the gradient before clipping; mean over the step's updates.", "gradient norm"),
     "updates": Metric(
         "updates",
         "Optimiser steps that the step took on its batch: train.updates_per_batch times minibatches, or fewer.",
@@ -147,7 +178,7 @@ METRICS: dict[str, Metric] = {
     "update_skipped": Metric(
         "0 or 1", "1 if a gradient was not finite: that update and the rest of the step left the weights as they were."
     ),
-    "lr": Metric("learning rate", "Learning rate of the step."),
+    "lr": Metric("learning rate", "Learning rate of the step.", "learning rate"),
     "repetition_share": Metric(
         "share",
         "Share of a rollout's 4-grams of policy tokens that occur earlier in it; mean over the batch's rollouts.",
@@ -168,19 +199,27 @@ METRICS: dict[str, Metric] = {
         "seconds", "Time to compute log-probs under the run's first policy; missing in runs without a KL penalty."
     ),
     "judge_s": Metric("seconds", "Time of the teacher or the reward model; missing in runs without one."),
-    "train_tokens_per_s": Metric("tokens/s", "Tokens divided by the time of forward, backward and optimiser."),
+    "train_tokens_per_s": Metric(
+        "tokens/s", "Tokens divided by the time of forward, backward and optimiser.", "training speed"
+    ),
     "save_s": Metric(
         "seconds", "Time to write the trainer's own state; to copy it, if storage.state_every is above 1."
     ),
     "publish_s": Metric("seconds", "Time to write, sign and announce the version before, beside the step."),
     "publish_wait_s": Metric("seconds", "Time that the step waited for that."),
-    "step_s": Metric("seconds", "Time from the end of the previous step to the end of this one."),
-    "waiting_share": Metric("share", "Share of step_s in which the trainer waited."),
+    "step_s": Metric(
+        "seconds", "Time from the end of the previous step to the end of this one.", "time of a step", headline=True
+    ),
+    "waiting_share": Metric("share", "Share of step_s in which the trainer waited.", "trainer waits", ".1%"),
     "waiting_for": Metric("name", "What the trainer waited for longest."),
     "selfcheck_gap_nats": Metric("nats", "Largest log-prob difference when one completion was replayed at start-up."),
 }
 """Metrics by name. The name holds the unit, unless the unit is a plain count, share or rate. What follows a slash is the
 label of an environment, or what its author calls it."""
+
+HEADLINES = tuple(name for name, metric in METRICS.items() if metric.headline)
+FIGURES = {name: metric for name, metric in METRICS.items() if metric.form}
+"""Those that the terminal shows."""
 
 _FAMILIES = {name.partition("/")[0]: metric for name, metric in METRICS.items() if "/" in name}
 
@@ -189,6 +228,12 @@ def declared(name: str) -> Metric | None:
     """What METRICS says of a metric: of its name, or of the family that it is one of, such as reward_part/NAME."""
     family, _, label = name.partition("/")
     return METRICS.get(name) or (_FAMILIES.get(family) if label else None)
+
+
+def title_of(name: str) -> str:
+    """What people call a metric, for a heading."""
+    metric = METRICS.get(name) or _FAMILIES.get(name)
+    return metric.title[:1].upper() + metric.title[1:] if metric and metric.title else name
 
 
 def meaning_of(name: str) -> Metric | None:
@@ -435,15 +480,3 @@ def _step_in(line: bytes) -> int | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return step if type(step) is int else None
-
-
-HEADLINE_METRICS = (
-    ("reward", "reward_all_mean", "3f"),
-    ("entropy", "entropy_nats", "3f"),
-    ("clipped", "clip_share", "%"),
-    ("max |log ratio|", "log_ratio_abs_max_nats", "3f"),
-    ("solved", "solve_rate", "%"),
-    ("no signal", "zero_signal_share", "%"),
-    ("trainer waits", "waiting_share", "%"),
-)
-"""Label, name in metrics.jsonl, format."""

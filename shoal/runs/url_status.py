@@ -14,7 +14,7 @@ from shoal.alarms import Alarm
 from shoal.config.alarm_limits import said_of
 from shoal.errors import NothingYet, PeerError
 from shoal.metrics import (
-    HEADLINE_METRICS,
+    FIGURES,
     MAX_LINE_BYTES,
     MAX_NAMES,
     MAX_NUMBER,
@@ -41,8 +41,8 @@ PAGES_AT_ONCE = 8
 MOST_VALUES, MOST_NAMES = 400_000, 120
 """Of all steps that are kept: figures (about 40 MB), and different names of them."""
 
-SHOWN = {name for _, name, _ in HEADLINE_METRICS} | {
-    "step", "time_s", "step_s", "policy_tokens", "reward_mean", "draw_weight", "staleness_rollouts",
+SHOWN = {
+    *FIGURES, "step", "time_s", "step_s", "policy_tokens", "reward_mean", "draw_weight", "staleness_rollouts",
     "fault_rollouts",
 }  # fmt: skip
 """Figures that a view shows, by the part of their names before a slash: no others are kept."""

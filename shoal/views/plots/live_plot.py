@@ -17,8 +17,6 @@ from shoal.metrics import declared
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAMES = ("reward_all_mean", "entropy_nats")
-"""What is drawn unless the caller says otherwise."""
 EVERY_S = 0.5
 """Seconds between two pictures."""
 MAX_CURVES = 6
@@ -37,7 +35,7 @@ S = TypeVar("S", bound=Stepped)
 
 
 def live(
-    steps: Iterable[S], names: Sequence[str] = NAMES, say: Callable[[str], None] = print,
+    steps: Iterable[S], names: Sequence[str], say: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[S]:  # fmt: skip
     """Yield each step, and draw these metrics. Raises `ConfigError` for more metrics than can be read."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from shoal.errors import ConfigError, NothingYet
 from shoal.evaluation_files import interval_of, why_not_comparable
 from shoal.ledger.run import RunCreated
-from shoal.metrics import METRICS, Metric, MetricsLine, declared, is_figure, mean_of_counts, step_of
+from shoal.metrics import HEADLINES, METRICS, Metric, MetricsLine, declared, is_figure, mean_of_counts, step_of
 from shoal.runs.evaluations import HeldOut, read_heldout
 from shoal.runs.replay import RunReader
 from shoal.terminal import brief, docs_page
@@ -33,12 +33,8 @@ EVALUATED = {
     JUDGE: "What a held-out judge, on which nothing is trained, says of the same episodes.",
 }
 
-USUAL = (
-    "reward_all_mean", HELDOUT, JUDGE, "solve_rate", "zero_signal_share", "entropy_nats", "clip_share",
-    "staleness_rollouts", "step_s",
-)  # fmt: skip
-"""What tells how a run goes: what it learns, whether there is signal, how far the policy moves, how fast steps are. Of runs
-without a reward of all groups, that of the batches."""
+USUAL = (HEADLINES[0], HELDOUT, JUDGE, *HEADLINES[1:])
+"""What is drawn without being asked for."""
 
 AS_MEAN = {"staleness_rollouts": "versions, mean"}
 """Metrics that are tables of counts by a number: they are drawn as the mean of that number, with this unit."""
@@ -122,9 +118,7 @@ def picture_of(
     sets = [[run] for run in runs] if apart else seeds_apart(runs)
     labels = labels_of(sets)
     panels = []
-    has_all = any(number_of(line, USUAL[0]) is not None for run in runs for line in run.lines)
-    usual = USUAL if has_all else ("reward_mean", *USUAL[1:])
-    for name in wanted or (*usual, *_parts_of(runs)):
+    for name in wanted or (*USUAL, *_parts_of(runs)):
         curves = [
             PlotCurve(label, number, points, len(same))
             for number, (label, same) in enumerate(zip(labels, sets, strict=True))

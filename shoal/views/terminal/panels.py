@@ -14,7 +14,7 @@ from shoal.evaluation_files import Heldout, Judged, format_of, interval_of, why_
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import split_remedy
 from shoal.ledger.members import ASKED_BY_HOST
-from shoal.metrics import HEADLINE_METRICS
+from shoal.metrics import FIGURES
 from shoal.monitors.advice import MANY_OVERLONG
 from shoal.monitors.inputs import is_number
 from shoal.protocol.messages import NodeState
@@ -97,9 +97,9 @@ def figures(snapshot: RunStatus) -> list[tuple[Text, str]]:
     rows += [
         (Text(f"held-out {brief(version)}"), _heldout(found)) for version, found in _first_and_last(snapshot.heldout)
     ]
-    for label, name, form in HEADLINE_METRICS:
+    for name, metric in FIGURES.items():
         value = snapshot.latest(name)
-        rows.append((Text(label), "-" if value is None else format_figure(value, form)))
+        rows.append((Text(metric.title), "-" if value is None else format(value, metric.form)))
     if failed := faults(snapshot):
         rows.append((Text("env faults"), failed))
     speed = snapshot.tokens_per_s()
@@ -110,7 +110,7 @@ def figures(snapshot: RunStatus) -> list[tuple[Text, str]]:
         rows += [(_indented("its judge"), _heldout(found.judge))] if found.judge is not None else []
     if rewards := snapshot.by_env("reward_mean"):
         rows.append((Text("batch reward"), ""))
-    rows += [(_indented(env), format_figure(reward, "3f")) for env, reward in rewards.items()]
+    rows += [(_indented(env), f"{reward:.3f}") for env, reward in rewards.items()]
     if rates := solved(snapshot):
         rows.append((Text("solved × weight"), ""))
     return rows + [(_indented(env), said) for env, said in rates.items()]
@@ -119,7 +119,7 @@ def figures(snapshot: RunStatus) -> list[tuple[Text, str]]:
 def at_token_limit(snapshot: RunStatus) -> str:
     """The share of the newest step's rollouts that a token limit ended; empty unless they are many."""
     share = snapshot.metrics[-1].get("overlong_share") if snapshot.metrics else None
-    return format_figure(share, "%") if is_number(share) and share > MANY_OVERLONG else ""
+    return f"{share:.1%}" if is_number(share) and share > MANY_OVERLONG else ""
 
 
 def faults(snapshot: RunStatus) -> str:
@@ -297,12 +297,6 @@ def staleness(snapshot: RunStatus) -> str:
         return ""
     total = sum(ages.values()) or 1
     return ", ".join(f"{age}:{count / total:.0%}" for age, count in sorted(ages.items(), key=lambda item: int(item[0])))
-
-
-def format_figure(value: float, form: str) -> str:
-    if form == "%":
-        return f"{value:.1%}"
-    return f"{value:,.0f}" if form == "0f" else f"{value:.{form}}"
 
 
 def _first_and_last(evaluations: tuple[tuple[str, Heldout], ...]) -> tuple[tuple[str, Heldout], ...]:

@@ -75,12 +75,11 @@ def test_an_evaluation_with_many_faults_is_not_drawn():
 
 
 def test_without_names_the_picture_has_what_tells_how_a_run_goes():
-    run = read(staleness_rollouts={"0": 1, "2": 3}, entropy_nats=0.5, waiting_for="batch", update_skipped=0)
+    run = read(staleness_rollouts={"0": 1, "2": 3}, entropy_nats=0.5, reward_all_mean=1, waiting_for="batch", lr=0)
     picture = picture_of([run], [])
-    assert [panel.metric for panel in picture.panels] == ["reward_mean", "entropy_nats", "staleness_rollouts", "step_s"]
+    drawn = [panel.metric for panel in picture.panels]
+    assert drawn == ["reward_all_mean", "entropy_nats", "staleness_rollouts", "step_s"]
     assert points(picture, 2)[0][1] == 1.5
-    drawn = [panel.metric for panel in picture_of([read(reward_all_mean=0.25)], []).panels]
-    assert drawn == ["reward_all_mean", "step_s"], "the reward of all groups, as in the terminal"
     assert set(USUAL) - set(EVALUATED) <= METRICS.keys()
 
 
@@ -94,7 +93,6 @@ def test_a_judge_and_the_parts_of_a_reward_are_drawn_without_being_asked_for():
     found = [HeldOut(0.5, 0.4, 0.6, 10, name="before", version=0, judge=Judged(0.3, 0.2, 0.4))]
     picture = picture_of([read(heldout=found, **{"reward_part/form": 0.5})], [])
     assert [panel.metric for panel in picture.panels] == [
-        "reward_mean",
         "heldout",
         "heldout_judge",
         "step_s",
