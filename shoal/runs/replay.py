@@ -18,6 +18,7 @@ from shoal.chat.renderer import Renderer
 from shoal.env import Env
 from shoal.envs.load import files_needed
 from shoal.errors import ConfigError, NothingYet, Overreach, StateError
+from shoal.evaluation_files import Evaluation, evaluations_of
 from shoal.ledger.batch_selection import groups_in_flight
 from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
 from shoal.ledger.event import GENESIS, Entry, event_hash
@@ -34,7 +35,6 @@ from shoal.metrics import MetricsLine, step_of
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import WireError, digest, from_msgpack
 from shoal.runs.env_replay import ReplayedEpisode, answer_of, open_envs, replay
-from shoal.runs.evaluations import HeldOut, read_heldout
 from shoal.runs.public_run import EVENT_BYTES, EVENT_COPIES, is_full
 from shoal.runs.rollouts import ReadGroup, Standing, decoded, read_rollouts, with_faults
 from shoal.runs.source import RunFileSource, source_of
@@ -346,11 +346,11 @@ class RunReader:
         keys = self.state.publishers
         return open_manifest(data, run=self.run, keys=keys, now=None, version=version, root=record.root)
 
-    def evaluations(self) -> list[HeldOut]:
+    def evaluations(self) -> list[Evaluation]:
         """Evaluations so far, by version; that of the final one once the run's end was read. Transcripts of held-out tasks
         come only with what is private."""
         newest = self.state.main.version if self.state.phase == "ended" else None
-        return read_heldout(self.source.evaluations(), newest, self.shows_private())
+        return evaluations_of(self.source.evaluations(), newest, self.shows_private())
 
     # --- bodies ---
 

@@ -15,7 +15,7 @@ import psutil
 
 from shoal.alarms import Alarm
 from shoal.errors import StateError
-from shoal.evaluation_files import Heldout
+from shoal.evaluation_files import Evaluation
 from shoal.ledger.hints import IS_STOPPED
 from shoal.metrics import pace_of
 from shoal.net.key_files import load_key
@@ -105,7 +105,7 @@ class RunStatus:
     nodes: tuple[NodeState, ...] = ()
     cheaters: frozenset[str] = frozenset()
     """Keys of the workers that were started to cheat."""
-    heldout: tuple[tuple[str, Heldout], ...] = ()
+    heldout: tuple[tuple[str, Evaluation], ...] = ()
     """Evaluations so far, oldest first, each with its policy version."""
     restarts: dict[str, int] = field(default_factory=dict)
     """By role; roles that were never restarted are left out."""

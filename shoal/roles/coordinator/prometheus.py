@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal import __version__
-from shoal.evaluation_files import BEFORE, Heldout, evaluations_in, interval_of, read_heldout
+from shoal.evaluation_files import BEFORE, Evaluation, evaluations_in, interval_of, read_evaluation
 from shoal.ledger.members import ASKED_BY_HOST
 from shoal.ledger.records import NodeRecord
 from shoal.metrics import METRICS, NEWEST_STEPS, MetricsTail, pace_of
@@ -394,10 +394,10 @@ class PrometheusCollector(Collector):
 
     def _of_heldout(self) -> Iterator[tuple[str, Values]]:
         names = evaluations_in(self._desk.evaluations)
-        found = {"first": read_heldout(self._desk.evaluations / f"{BEFORE}.json")}
-        newest = (read_heldout(self._desk.evaluations / f"{name}.json") for name in reversed(names[1:]))
+        found = {"first": read_evaluation(self._desk.evaluations / f"{BEFORE}.json")}
+        newest = (read_evaluation(self._desk.evaluations / f"{name}.json") for name in reversed(names[1:]))
         found["newest"] = next((one for one in newest if one is not None), None)
-        measured: list[tuple[tuple[str, str], Heldout]] = []
+        measured: list[tuple[tuple[str, str], Evaluation]] = []
         for of, heldout in found.items():
             if heldout is not None:
                 measured.append(((of, ""), heldout))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal.evaluation_files import AFTER, Heldout, evaluations_in, interval_of, read_heldout, version_of
+from shoal.evaluation_files import AFTER, Evaluation, evaluations_in, interval_of, read_evaluation, version_of
 from shoal.metrics import MetricsLine, MetricsTail, step_of
 from shoal.run_folder import RunFolder
 
@@ -17,7 +17,7 @@ HELDOUT = "heldout"
 """First part of the names of an evaluation's figures."""
 
 
-class Evaluation(NamedTuple):
+class EvaluationRow(NamedTuple):
     """A policy version's figures on held-out tasks."""
 
     name: str
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     """When the step ended, since the epoch."""
     values: dict[str, float]
     """By the names of `metrics.jsonl`, only numbers; empty after the last step."""
-    evaluation: Evaluation | None = None
+    evaluation: EvaluationRow | None = None
     """One that came since the row before. Its version may be older than the step."""
 
 
@@ -81,7 +81,7 @@ class Rows:
         while has_ended and is_stopping and (left := self._evaluation(of_all=True)) is not None:
             yield self._taken(Row(self.given.step + 1, left.time_s, {}, left))
 
-    def _row(self, line: MetricsLine, evaluation: Evaluation | None) -> Row:
+    def _row(self, line: MetricsLine, evaluation: EvaluationRow | None) -> Row:
         values = _numbers_in(line)
         return self._taken(Row(step_of(line), values.get("time_s", 0.0), values, evaluation))
 
@@ -90,15 +90,15 @@ class Rows:
         self.given = Given(row.step, self.given.evaluations + names)
         return row
 
-    def _evaluation(self, of_all: bool = False) -> Evaluation | None:
+    def _evaluation(self, of_all: bool = False) -> EvaluationRow | None:
         """The oldest that was not given yet, of versions that the steps so far have made, or `of_all`."""
         for name in evaluations_in(self._evaluations):
             version = version_of(name, self._steps) or 0
             if name in self.given.evaluations or not (of_all or (name != AFTER and version <= self._steps)):
                 continue
             path = self._evaluations / f"{name}.json"
-            if (found := read_heldout(path)) is not None:
-                return Evaluation(name, version, path.stat().st_mtime, _values_of(found, version))
+            if (found := read_evaluation(path)) is not None:
+                return EvaluationRow(name, version, path.stat().st_mtime, _values_of(found, version))
         return None
 
 
@@ -112,7 +112,7 @@ def _numbers_in(line: MetricsLine) -> dict[str, float]:
     return numbers
 
 
-def _values_of(found: Heldout, version: int) -> dict[str, float]:
+def _values_of(found: Evaluation, version: int) -> dict[str, float]:
     values = {f"{HELDOUT}/version": float(version)}
     for prefix, one in (("", found), *((f"{label}/", one) for label, one in found.envs.items())):
         for field in ("mean", "low95", "high95", "episodes", "faults"):

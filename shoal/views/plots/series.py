@@ -11,10 +11,9 @@ from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet
-from shoal.evaluation_files import interval_of, why_not_comparable
+from shoal.evaluation_files import Evaluation, evaluations_of, interval_of, why_not_comparable
 from shoal.ledger.run import RunCreated
 from shoal.metrics import HEADLINES, METRICS, Metric, MetricsLine, declared, is_figure, mean_of_counts, step_of
-from shoal.runs.evaluations import HeldOut, read_heldout
 from shoal.runs.replay import RunReader
 from shoal.terminal import brief, docs_page
 
@@ -56,7 +55,7 @@ class ReadRun(NamedTuple):
     """Its run file without the keys in APART; empty before its log begins."""
     lines: list[MetricsLine]
     """Of metrics, in order of step."""
-    heldout: list[HeldOut]
+    heldout: list[Evaluation]
 
 
 class Point(NamedTuple):
@@ -101,7 +100,7 @@ def read_run(run: RunReader) -> ReadRun:
     lines = run.metrics()
     newest = step_of(lines[-1]) + 1 if lines else 0
     where = PurePath(run.name).name or run.name
-    return ReadRun(name or where, where, config, lines, read_heldout(run.source.evaluations(), newest, False))
+    return ReadRun(name or where, where, config, lines, evaluations_of(run.source.evaluations(), newest, False))
 
 
 def picture_of(

@@ -20,7 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shoal.evaluation_files import Heldout, format_of, interval_of
+from shoal.evaluation_files import Evaluation, format_of, interval_of
 from shoal.ledger.hints import split_remedy
 from shoal.metrics import FIGURES
 from shoal.runs.run_status import STARTING, RunStatus, left_label, seconds_left
@@ -223,7 +223,7 @@ def _each_new(snapshot: RunStatus, after: int) -> list[str]:
     ]
 
 
-def _of_heldout(name: str, found: Heldout) -> list[str]:
+def _of_heldout(name: str, found: Evaluation) -> list[str]:
     """The mean of an evaluation, and on how many of its episodes the environment failed."""
     figures = interval_of(found)
     mean = f"{name}={figures[0]:{format_of(found)}}" if figures else f"{name}=none"

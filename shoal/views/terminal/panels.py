@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.evaluation_files import Heldout, Judged, format_of, interval_of, why_no_mean
+from shoal.evaluation_files import Evaluation, JudgeResult, format_of, interval_of, why_no_mean
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import split_remedy
 from shoal.ledger.members import ASKED_BY_HOST
@@ -299,15 +299,15 @@ def staleness(snapshot: RunStatus) -> str:
     return ", ".join(f"{age}:{count / total:.0%}" for age, count in sorted(ages.items(), key=lambda item: int(item[0])))
 
 
-def _first_and_last(evaluations: tuple[tuple[str, Heldout], ...]) -> tuple[tuple[str, Heldout], ...]:
+def _first_and_last(evaluations: tuple[tuple[str, Evaluation], ...]) -> tuple[tuple[str, Evaluation], ...]:
     return evaluations if len(evaluations) < 3 else (evaluations[0], evaluations[-1])
 
 
-def _heldout(found: Heldout | Judged) -> str:
+def _heldout(found: Evaluation | JudgeResult) -> str:
     if (figures := interval_of(found)) is None:
-        return why_no_mean(found) if isinstance(found, Heldout) else "failed on all episodes"
+        return why_no_mean(found) if isinstance(found, Evaluation) else "failed on all episodes"
     mean, low, high = figures
-    faults = f", {found.faults} faults" if isinstance(found, Heldout) and found.faults else ""
+    faults = f", {found.faults} faults" if isinstance(found, Evaluation) and found.faults else ""
     if (form := format_of(found)) == ".3f":
         return f"{mean:{form}} ({low:.2f} to {high:.2f}){faults}"
     return f"{mean:.1%} ({low:.0%}-{high:.0%}){faults}"

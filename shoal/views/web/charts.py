@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from shoal.evaluation_files import Heldout, why_not_comparable
+from shoal.evaluation_files import Evaluation, why_not_comparable
 from shoal.metrics import HEADLINES, meaning_of, title_of
 from shoal.runs.event_rows import Row
 from shoal.views.web.index.queries import IndexQueries
@@ -183,7 +183,7 @@ def _heldout(look: IndexQueries, run: int) -> Chart:
     faulty = {
         row["version"]
         for row in found
-        if why_not_comparable(Heldout(None, None, None, row["episodes"], faults=row["faults"] or 0))
+        if why_not_comparable(Evaluation(None, None, None, row["episodes"], faults=row["faults"] or 0))
     }
     rows = [row for row in found if not row["env"] and row["version"] not in faulty]
     rows = list({row["version"]: row for row in rows}.values())

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, ShoalError, StateError
-from shoal.runs.evaluations import ReadTranscript
+from shoal.evaluation_files import Transcript
 from shoal.runs.replay import GroupRef, RunReader, open_run
 from shoal.runs.rollouts import ReadGroup
 from shoal.views.web.index.build import Builder, numbered
@@ -223,7 +223,7 @@ class PageRuns:
         with self._reading(number) as reading:
             return reading.answer(place)
 
-    def transcripts(self, number: int, private: bool) -> dict[tuple[str, str], tuple[ReadTranscript, ...]]:
+    def transcripts(self, number: int, private: bool) -> dict[tuple[str, str], tuple[Transcript, ...]]:
         """Held-out episodes by evaluation and environment; none unless the host asks. Raises `NothingYet`, `ShoalError`."""
         if not private:  # guard: page-keeps-heldout-episodes
             return {}

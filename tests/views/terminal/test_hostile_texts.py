@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 
 from shoal.alarms import Alarm
 from shoal.config import EnvConfig
-from shoal.evaluation_files import Heldout
+from shoal.evaluation_files import Evaluation, Transcript
 from shoal.protocol import messages as t
 from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.node.activity import JudgingStats
@@ -53,7 +53,7 @@ def said_by_strangers(snapshot: RunStatus, evil: str) -> RunStatus:
     status = msgspec.structs.replace(snapshot.status, name=evil, waiting_for=evil, phase=evil, pause_cause=evil)
     figures = {f"{name}/{evil}"[:100]: 0.5 for name in ("reward_mean", "solve_rate", "draw_weight")}
     line = {"step": 37, **figures, "staleness_rollouts": {"0": 1}}
-    found = Heldout(0.5, 0.4, 0.6, 9, envs={evil: Heldout(0.5, 0.4, 0.6, 9)})
+    found = Evaluation(0.5, 0.4, 0.6, 9, envs={evil: Evaluation(0.5, 0.4, 0.6, 9)})
     return replace(
         snapshot, name=evil, out=evil, hint=evil, status=status, nodes=(bad, *snapshot.nodes),
         metrics=(*snapshot.metrics, line), heldout=((evil, found),),
@@ -156,7 +156,7 @@ def test_a_text_stays_text_at_the_end_of_a_run(end: RunEnd, evil: str, tmp_path:
         "heldout": {"before": found, "after": found}, "staleness": {"0": 3},
         "credits": {evil: {"credits": 1, "role": "honest"}}, "influence": {evil: 1.0},
     }  # fmt: skip
-    game = {"turns": [["assistant", evil], [evil, evil]], "score": 0.5}
+    game = Transcript("", (("assistant", evil), (evil, evil)), 0.5, None, "done", 9)
     over = replace(
         end, summary=summary, snapshot=replace(end.snapshot, name=evil, nodes=nodes), games=((evil, game),),
         envs=(EnvConfig("wordle"), EnvConfig("arithmetic")),

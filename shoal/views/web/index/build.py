@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import structs
 
 from shoal.errors import StateError
-from shoal.evaluation_files import why_not_comparable
+from shoal.evaluation_files import Evaluation, why_not_comparable
 from shoal.ledger.batch_selection import groups_in_flight
 from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
 from shoal.ledger.event import Entry
@@ -31,7 +31,6 @@ from shoal.ledger.versions import CheckpointPublished, LinkRevealed
 from shoal.metrics import MetricsLine, step_of
 from shoal.protocol.algorithm_config import judged_by_trainer, step_credit_of, vine_of
 from shoal.protocol.env_faults import without_faults
-from shoal.runs.evaluations import HeldOut
 from shoal.runs.event_rows import event_row, node_note, refusal_rows, verdict_row
 from shoal.runs.replay import RunReader, slot_of, standing_of
 from shoal.runs.tables import judged, mean, spread
@@ -160,7 +159,7 @@ class Builder:
                         part.faults, part.measure, part.tasks, *judge,
                     ))  # fmt: skip
 
-    def _evaluations(self) -> list[HeldOut]:
+    def _evaluations(self) -> list[Evaluation]:
         """Evaluations; while the log is read, those of versions that were read."""
         found = self.reading.evaluations()
         newest = self._db.execute("SELECT max(version) FROM versions WHERE run = ?", (self.number,)).fetchone()[0] or 0
