@@ -15,6 +15,7 @@ from rich.console import Console
 from shoal.cli import main
 from shoal.config import AdapterConfig, RunConfig, TinyPolicy, load_run
 from shoal.errors import StateError
+from shoal.humanize import data_size
 from shoal.launch import memory_plan
 from shoal.launch.memory_plan import (
     CPU,
@@ -38,7 +39,6 @@ from shoal.models.parameter_counts import adapter_parameters_of, parameters_of
 from shoal.models.random_model import make_tiny
 from shoal.models.transformer import Transformer
 from shoal.plan.sizes import sizes_of, spec_of
-from shoal.plan.units import amount
 from shoal.protocol.algorithm_config import DrGrpo, Kl, Ppo
 from shoal.run_folder import RunFolder
 from shoal.train.learner import Learner
@@ -350,7 +350,7 @@ def test_a_quota_that_does_not_hold_the_weights_a_run_needs_starts_no_role(
         demand_quota(config_of(least_mb - 1))
     needs = sizes_of(config_of(least_mb), RECIPES).needed_blobs
     asked_mb = int(re.findall(r"quota_mb = (\d+) or more", str(e.value))[0])
-    assert f"keeps {amount(needs)}" in str(e.value) and asked_mb == max(least_mb, math.ceil(needs / 1e6))
+    assert f"keeps {data_size(needs)}" in str(e.value) and asked_mb == max(least_mb, math.ceil(needs / 1e6))
     sets = [word for change in [*WIDE, *changes, f"storage.quota_mb={least_mb - 1}"] for word in ("--set", change)]
     assert main.main(["run", str(RECIPES / "arithmetic.toml"), "--out", str(tmp_path / "run"), *sets]) == 2
     assert "so it would wait for ever" in capsys.readouterr().err

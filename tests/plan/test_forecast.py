@@ -15,7 +15,6 @@ from shoal.plan.machines import Machines
 from shoal.plan.report import report, summary
 from shoal.plan.simulate import simulate
 from shoal.plan.sizes import sizes_of, spec_of
-from shoal.plan.units import amount, count, duration
 from shoal.protocol.algorithm_config import Composition, Vine
 from shoal.roles.coordinator.main import rules_of
 
@@ -125,22 +124,6 @@ def test_the_command_prints_it_and_refuses_what_is_no_number(capsys):
             main.main(["plan", recipe, "--workers", "3", *wrong])
         message = capsys.readouterr().err
         assert "is not" in message and message.count("\n") == 1
-
-
-def test_figures_for_a_person():
-    assert [amount(x) for x in (12, 1500, 999.96e6, 14e9, 2.1e12, 3e17)] == [
-        "12 bytes", "1.5 kB", "1 GB", "14 GB", "2.1 TB", "300,000 TB",
-    ]  # fmt: skip
-    assert [duration(x) for x in (0, 1e-6, 0.5, 99, 130, 9000, 1e6)] == [
-        "0 s",
-        "0 s",
-        "0.5 s",
-        "99 s",
-        "2 min",
-        "2.5 h",
-        "12 days",
-    ]
-    assert [count(x) for x in (7e9, 796_032, 123, 0.25, 7e12)] == ["7B", "796,032", "123", "0.25", "7T"]
 
 
 def test_a_link_without_limit_takes_no_time():

@@ -12,6 +12,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shoal.alarms import StandingAlarms
+from shoal.humanize import duration
 from shoal.ledger.batch_selection import groups_in_flight
 from shoal.ledger.batches import BatchFormed, GroupAccepted
 from shoal.ledger.errors import Refused
@@ -29,7 +30,7 @@ from shoal.ledger.slot_draws import slot_of, table_of
 from shoal.ledger.state import State, state_hash
 from shoal.ledger.status import ALL_GONE, NOT_WAITING, VERDICTS, WORKERS, node_state, waiting_after_lapses, waiting_for
 from shoal.ledger.task_difficulty import solve_rate
-from shoal.ledger.validator_turns import absent, duration_text, overdue, overdue_verdicts, silent, slow_check
+from shoal.ledger.validator_turns import absent, overdue, overdue_verdicts, silent, slow_check
 from shoal.protocol import messages as t
 from shoal.protocol.branching import continued_slot, is_continued_slot
 from shoal.protocol.constants import LONG_POLL_S, MAX_NODES, MAX_STANDING_ALARMS, PROTOCOL_VERSION
@@ -166,7 +167,7 @@ class StatusBoard:
         holders = {state.leases[name].worker for name in state.open_leases}
         if len(silent) < sum(one.standing != "kicked" for one in here):
             silent = {key: silent_s for key, silent_s in silent.items() if key in holders}
-        named = [f"{state.members[key].name} ({key[:12]}) silent for {duration_text(s)}" for key, s in silent.items()]
+        named = [f"{state.members[key].name} ({key[:12]}) silent for {duration(s)}" for key, s in silent.items()]
         more = f" and {len(named) - MAX_SILENT} more" if len(named) > MAX_SILENT else ""
         return ", ".join(named[:MAX_SILENT]) + more, not holders.isdisjoint(silent)
 

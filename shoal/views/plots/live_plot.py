@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.errors import ConfigError, how_to_install
+from shoal.humanize import figure
 from shoal.metrics import declared
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ def _drawn(
 
 def line_of(step: Stepped, names: Sequence[str]) -> str:
     """For example: step 3  reward_all_mean 0.412  entropy_nats 0.93."""
-    return "  ".join([f"step {step.number}", *(f"{name} {_told(step.metrics.get(name))}" for name in names)])
+    return "  ".join(
+        [f"step {step.number}", *(f"{name} {figure(_number(step.metrics.get(name)), 3)}" for name in names)]
+    )
 
 
 def figure_of(numbers: Sequence[int], series: Sequence[Mapping[str, Any]], names: Sequence[str]) -> "Figure":
@@ -121,7 +124,3 @@ def _notebook(say: Callable[[str], None]) -> Callable[[bytes], None] | None:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
-def _told(value: object) -> str:
-    return f"{_number(value):.3g}" if not math.isnan(_number(value)) else "-"

@@ -23,11 +23,12 @@ from rich.text import Text
 from shoal.config import EnvConfig
 from shoal.envs.run_settings import LOWEST
 from shoal.evaluation_files import Evaluation, Transcript, format_of, why_no_mean, why_not_comparable
+from shoal.humanize import duration
 from shoal.ledger.members import ASKED_BY_HOST
 from shoal.runs.conversation import SPEAKERS
 from shoal.runs.run_status import RunStatus
 from shoal.terminal import command, printable
-from shoal.views.terminal.panels import BLANK, duration, last_reason, reasons
+from shoal.views.terminal.panels import BLANK, last_reason, reasons
 
 _COLOURS = {"policy": "bold cyan", "user": "white", "system": "dim"}
 _FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)

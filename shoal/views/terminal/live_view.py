@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.evaluation_files import Evaluation, format_of, interval_of
+from shoal.humanize import duration
 from shoal.ledger.hints import split_remedy
 from shoal.metrics import FIGURES
 from shoal.runs.run_status import STARTING, RunStatus, left_label, seconds_left
@@ -29,7 +30,6 @@ from shoal.views.terminal import panels
 from shoal.views.terminal.panels import (
     LAUNCHER_LOG,
     WATCHDOG_S,
-    duration,
     in_trouble,
     nodes_table,
     workers,

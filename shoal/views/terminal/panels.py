@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.evaluation_files import Evaluation, JudgeResult, format_of, interval_of, why_no_mean
+from shoal.humanize import duration
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import split_remedy
 from shoal.ledger.members import ASKED_BY_HOST
@@ -276,18 +277,6 @@ def chart(values: Sequence[float], total: int, width: int, height: int, low: flo
     return [
         "".join(_EIGHTHS[min(8, max(0, eighths - 8 * row))] for eighths in columns) for row in reversed(range(height))
     ]
-
-
-def duration(seconds: float) -> str:
-    """Such as 7s, 2m03s, 1h02m, 3d04h."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 2 * 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 def staleness(snapshot: RunStatus) -> str:
