@@ -86,7 +86,7 @@ BROAD_EXCEPTS = {
     "roles/env_server/env_process.py": "a traceback is printed and the exception goes on",
     "roles/env_server/replies.py": "what cannot be booked must not keep others that wait for the disk from their answers",
     "roles/node/device_queue.py": "what ends the thread ends the processes that wait for the device",
-    "runs/env_replay.py": "an environment may raise anything for an answer; its user gets one line",
+    "runs/rollouts.py": "an environment may raise anything for an answer; its user gets one line",
     "views/web/page_runs.py": "a page is stale if its index thread ends: the fault is logged, shown and tried again",
     "models/auto_tokenizer.py": "the tokenizers library raises bare Exception for a damaged file",
 }

@@ -141,8 +141,7 @@ def summary(found: Forecast, machines: Machines) -> str:
         f"Plan: a worker fetches {data_size(fetched_bytes(setting))} for each version, and needs "
         f"{data_size(found.sizes.worker_memory)} of memory beside Python and torch, and "
         f"{data_size(found.sizes.worker_disk)} of disk.\n"
-        f"{_in_short(found)}. `shoal plan` reckons with your own speeds and links."
-        + (f"\nBut {note}." if note else "")
+        f"{_in_short(found)}. `shoal plan` reckons with your own speeds and links." + (f"\nBut {note}." if note else "")
     )
 
 

@@ -34,9 +34,18 @@ from shoal.ledger.versions import CheckpointPublished
 from shoal.metrics import MetricsLine, step_of
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import WireError, digest, from_msgpack
-from shoal.runs.env_replay import ReplayedEpisode, answer_of, open_envs, replay
 from shoal.runs.public_run import EVENT_BYTES, EVENT_COPIES, is_full
-from shoal.runs.rollouts import ReadGroup, Standing, decoded, read_rollouts, with_faults
+from shoal.runs.rollouts import (
+    ReadGroup,
+    ReplayedEpisode,
+    Standing,
+    answer_of,
+    decoded,
+    open_envs,
+    read_rollouts,
+    replay,
+    with_faults,
+)
 from shoal.runs.source import RunFileSource, source_of
 from shoal.weights.manifest import open_manifest
 from shoal.weights.memory_limit import share_of_free_mb

@@ -69,7 +69,7 @@ def test_the_demo_fits_into_little_more_than_2_gb(config: RunConfig, monkeypatch
 def test_a_run_that_does_not_fit_is_told_how_much_for_what(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     has_free(monkeypatch, 8)
     with pytest.raises(
-        StateError, match=r"needs about \d+\.\d GB of memory, and 8\.0 GB are free: trainer .*moments"
+        StateError, match=r"needs about \d+\.\d GB of memory, and 8 GB are free: trainer .*moments"
     ) as told:
         demand_memory(config, LARGE, with_workers=False)
     assert "\n" not in str(told.value) and "take a smaller policy" in str(told.value)
@@ -453,7 +453,7 @@ def test_a_critic_and_a_teacher_are_counted_and_parked(config: RunConfig, tmp_pa
 
 def test_a_run_that_fits_in_no_way_is_told_of_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
     report = in_shifts(monkeypatch, 12)["cuda"]
-    assert "of memory on cuda with one process at a time, and 12.0 GB are free: trainer 22.4 GB" in report.in_words()
+    assert "of memory on cuda with one process at a time, and 12 GB are free: trainer 22.4 GB" in report.in_words()
 
 
 def test_shifts_can_be_turned_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:

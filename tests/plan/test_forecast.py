@@ -91,8 +91,8 @@ def test_a_summary_says_in_plain_words_how_many_workers_a_run_needs():
     assert found.needed is None
     plain = summary(found, one).splitlines()[1]
     assert plain == (
-        "The trainer will at times wait for rollouts: a worker is assumed to need 0.513 s to fetch a version, and a step "
-        "1 s. The run works all the same. `shoal plan` reckons with your own speeds and links."
+        "The trainer will at times wait for rollouts: a worker is assumed to need 513ms to fetch a version, and a step "
+        "1s. The run works all the same. `shoal plan` reckons with your own speeds and links."
     )
     assert "however many there are" in summary(of(GIVEN, "arithmetic.toml", "rollouts.max_staleness=0"), GIVEN)
 
@@ -101,7 +101,7 @@ def test_more_workers_than_blocks_are_told():
     assert "note       at most 2 workers have work at once" in report(of(), GIVEN)
     small = of(GIVEN, "arithmetic.toml", "rollouts.block_rollouts=16")
     assert "at once:" not in report(small, GIVEN)
-    assert "1 validator needs 1.6 s for the groups of a batch, and the trainer 2 s" in report(small, GIVEN)
+    assert "1 validator needs 1.6s for the groups of a batch, and the trainer 2s" in report(small, GIVEN)
 
 
 def test_other_workers_are_planned_beside_them():
@@ -150,7 +150,7 @@ def test_a_synchronous_run_waits_with_any_number_of_workers():
 
 def test_what_stops_a_run_is_told():
     slow = dataclasses.replace(GIVEN, tokens_per_s=1.0)
-    assert "plays 21 min for a block, and rollouts.lease_s gives it 2 min" in report(of(slow), slow)
+    assert "plays 21m20s for a block, and rollouts.lease_s gives it 2m00s" in report(of(slow), slow)
     few = of(GIVEN, "arithmetic.toml", "verify.worker_share=0.1")
     assert few.outcome is None and "a batch needs 16 workers: one may fill 10% of it" in report(few, GIVEN)
     large = dataclasses.replace(GIVEN, parameters=7e9, patch_share=-1.0)

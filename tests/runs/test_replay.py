@@ -29,8 +29,8 @@ from shoal.net.blobs import path_of
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import from_msgpack
 from shoal.run_folder import RunFolder
-from shoal.runs.env_replay import open_envs
 from shoal.runs.replay import Replaced, open_run
+from shoal.runs.rollouts import open_envs
 from shoal.runs.run_status import CoordinatorWatch
 from shoal.sandbox.bubblewrap import unreadable
 from tests.roles.in_memory_run import URL

@@ -17,7 +17,7 @@ from shoal import __version__
 from shoal.evaluation_files import BEFORE, Evaluation, evaluations_in, interval_of, read_evaluation
 from shoal.ledger.members import ASKED_BY_HOST
 from shoal.ledger.records import NodeRecord
-from shoal.metrics import METRICS, NEWEST_STEPS, MetricsTail, pace_of
+from shoal.metrics import METRICS, NEWEST_STEPS, MetricsTail, mean_of_counts, pace_of
 from shoal.protocol.audit_selection import CHECKS
 from shoal.protocol.env_faults import without_faults
 from shoal.protocol.messages import StandingAlarm, Status
@@ -378,10 +378,8 @@ class PrometheusCollector(Collector):
         lines = self._metrics.newest(NEWEST_STEPS)
         left_s = pace_of(lines, status.steps - status.version).left_s if status.phase == "running" else None
         yield "time_left_seconds", _one(left_s) if left_s is not None else []
-        ages = lines[-1].get("staleness_rollouts") if lines else None
-        counts = {int(age): count for age, count in ages.items()} if isinstance(ages, dict) else {}
-        total = sum(counts.values())
-        yield "staleness_mean_versions", _one(sum(age * n for age, n in counts.items()) / total) if total else []
+        mean = mean_of_counts(lines[-1].get("staleness_rollouts")) if lines else None
+        yield "staleness_mean_versions", _one(mean) if mean is not None else []
         state = self._desk.state
         newest = next(reversed(state.main.batches), None)
         batch = batch_of(state, newest) if newest is not None else None

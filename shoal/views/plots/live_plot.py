@@ -4,19 +4,17 @@ It passes the steps on, so that the caller may do what it likes with each. matpl
 drawn; without it a notebook, too, gets lines.
 """
 
-import io
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shoal.errors import ConfigError, how_to_install
 from shoal.humanize import figure
 from shoal.metrics import declared
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from shoal.views.plots.render import draw
+from shoal.views.plots.series import Panel, Picture, PlotCurve, Point
 
 EVERY_S = 0.5
 """Seconds between two pictures."""
@@ -59,12 +57,12 @@ def _drawn(
             if show is None:
                 say(line_of(step, names))
             elif clock() >= due:
-                show(png_of(figure_of(numbers, series, names)))
+                show(draw(picture_of(numbers, series, names), "png"))
                 due = clock() + EVERY_S
             yield step
     finally:
         if show is not None and numbers:
-            show(png_of(figure_of(numbers, series, names)))  # the last ones may not have been due
+            show(draw(picture_of(numbers, series, names), "png"))  # the last ones may not have been due
 
 
 def line_of(step: Stepped, names: Sequence[str]) -> str:
@@ -74,30 +72,15 @@ def line_of(step: Stepped, names: Sequence[str]) -> str:
     )
 
 
-def figure_of(numbers: Sequence[int], series: Sequence[Mapping[str, Any]], names: Sequence[str]) -> "Figure":
+def picture_of(numbers: Sequence[int], series: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Picture:
     """One panel for each metric, over the steps. A step without a value leaves a gap."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * min(3, len(names)), 2.6 * math.ceil(len(names) / 3)), layout="constrained")
-    panels = figure.subplots(math.ceil(len(names) / 3), min(3, len(names)), squeeze=False).flatten()
-    for name, axes in zip(names, panels, strict=False):
+    panels = list[Panel]()
+    for name in names:
         values = [_number(metrics.get(name)) for metrics in series]
-        axes.plot(numbers, values, marker="." if len(numbers) < 30 else "", linewidth=1.5)
+        points = [Point(float(number), value, value, value) for number, value in zip(numbers, values, strict=True)]
         metric = declared(name)
-        axes.set_title(f"{name}, {metric.unit}" if metric and metric.unit != name else name, fontsize=9)
-        axes.set_xlabel("step", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.3)
-    for axes in panels[len(names) :]:
-        axes.set_visible(False)
-    return figure
-
-
-def png_of(figure: "Figure") -> bytes:
-    """The picture's bytes."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=90)
-    return out.getvalue()
+        panels.append(Panel(name, metric.unit if metric else "", False, [PlotCurve("", 0, points, 1)]))
+    return Picture("step", panels, ())
 
 
 def _notebook(say: Callable[[str], None]) -> Callable[[bytes], None] | None:

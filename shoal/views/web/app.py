@@ -33,7 +33,6 @@ from shoal.humanize import duration
 from shoal.views.web.csv_export import Download, Places, lines_of_csv
 from shoal.views.web.format import STATIC, parts, templates
 from shoal.views.web.group_pages import GROUP_VIEWS
-from shoal.views.web.log_pages import HELDOUT_VIEWS, LOG_VIEWS
 from shoal.views.web.page_request import BadNumber, NotHere, PageRequest, View
 from shoal.views.web.page_runs import PageRuns
 from shoal.views.web.run_pages import VIEWS, chart, comparison
@@ -68,7 +67,7 @@ HEADERS = {
 def page_app(shelf: PageRuns, token: str, clock: Callable[[], float] = time.time) -> ASGIApp:
     """The application for the runs of a shelf. A viewer with the token is the host; if the token is empty, nobody is."""
     page = _Page(shelf, token, clock)
-    views = {**VIEWS, **GROUP_VIEWS, **LOG_VIEWS, **HELDOUT_VIEWS}
+    views = {**VIEWS, **GROUP_VIEWS}
     routes: list[BaseRoute] = [Route("/", page.front), Route("/compare", page.show(comparison))]
     routes += [Route(f"/{{run:int}}{path}", page.show(view)) for path, view in views.items()]
     routes += [

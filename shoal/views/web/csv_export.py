@@ -28,8 +28,7 @@ from shoal.views.web.charts import family_of, rewards_of
 from shoal.views.web.group_pages import only_of
 from shoal.views.web.index.group_queries import GroupFilter, groups
 from shoal.views.web.index.queries import MOST_ROWS, IndexQueries
-from shoal.views.web.index.schema import MOST_ROLLOUTS
-from shoal.views.web.index.sqlite_values import numbers_of
+from shoal.views.web.index.schema import MOST_ROLLOUTS, numbers_of
 from shoal.views.web.page_request import NotHere, PageRequest, asked_nodes, asked_refusals
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The views of a run as a whole: overview, figures, nodes, validators, versions, alarms, and several runs compared.
+"""The views of a run as a whole: overview, figures, nodes, validators, versions, alarms, log, held-out results, comparison.
 
 What the log decides is in rows with the number of its event; what the trainer says has its step.
 """
@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
+from shoal.errors import NothingYet, ShoalError
 from shoal.metrics import mean_of_counts, meaning_of
 from shoal.runs.event_rows import Row
 from shoal.runs.run_status import TREND_STEPS, trend_of
@@ -29,12 +30,15 @@ from shoal.views.web.charts import (
 from shoal.views.web.format import query
 from shoal.views.web.index.group_queries import OF_A_BATCH
 from shoal.views.web.index.queries import PAGE, RANKINGS
-from shoal.views.web.index.sqlite_values import values_of
-from shoal.views.web.page_request import NotHere, PageRequest, View, asked_nodes, asked_refusals
+from shoal.views.web.index.schema import values_of
+from shoal.views.web.page_request import LARGEST, NotHere, PageRequest, View, asked_nodes, asked_refusals
 from shoal.views.web.run_address import ANY_PLACE
 
 MOST_CHARTS = 9
 """Of one page of figures."""
+
+EPISODES = 10
+"""Of one page of held-out tasks."""
 
 MOST_ALARMS = 5
 """Of an overview, the critical ones first."""
@@ -269,7 +273,61 @@ def _drawn_runs(asked: PageRequest) -> list[int]:
     return [run for run in known if str(run) in asked.words("run")] or known
 
 
+def timeline(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
+    """Events, newest first."""
+    kinds = asked.look.kinds(asked.run)
+    chosen = asked.words("kind")
+    node, search = asked.word("node"), asked.word("q")
+    page = asked.look.timeline(asked.run, chosen, node, search, asked.whole("after"))
+    return "log.html", {"title": "Log", **page, "kinds": kinds, "chosen": chosen, "node": node, "search": search}
+
+
+def event(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
+    """One event, with what it is about."""
+    seq = asked.path["seq"]
+    found = asked.look.event(asked.run, seq) if seq < LARGEST else None
+    if found is None:
+        raise NotHere(f"the log has no event {seq}, or it is not indexed yet")
+    about = asked.look.rows(
+        "SELECT id, version, slot, status, worker FROM groups WHERE run = ? AND (seq = ? OR received_seq = ?) "
+        "ORDER BY id LIMIT 200", asked.run, seq, seq,
+    ) if found["kind"] in ("submission_received", "group_accepted", "decision", "slot_void") else []  # fmt: skip
+    verdict = asked.look.rows("SELECT * FROM verdicts WHERE run = ? AND seq = ?", asked.run, seq)
+    findings = asked.look.rows("SELECT * FROM refusals WHERE run = ? AND seq = ? ORDER BY place", asked.run, seq)
+    acts = [act for act in asked.look.acts(asked.run) if act["seq"] == seq]
+    return "event.html", {
+        "title": f"Event {seq}", "act": acts[0] if acts else None, "place": "Log", "event": found, "groups": about,
+        "verdict": verdict[0] if verdict else None, "findings": findings,
+    }  # fmt: skip
+
+
+def heldout(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
+    """All evaluations, and to the host the episodes of one: others could train on them."""
+    rows = asked.look.heldout(asked.run)
+    found, why = {}, ""
+    try:
+        found = asked.shelf.transcripts(asked.run, asked.is_host)
+    except (NothingYet, ShoalError) as error:
+        why = asked.excuse(error)
+    kept = [row for row in rows if (row["name"], row["env"]) in found]
+    named = (asked.word("name"), asked.word("env"))
+    chosen = named if named in found else (kept[-1]["name"], kept[-1]["env"]) if kept else ("", "")
+    episodes, at = found.get(chosen, ()), asked.whole("at", 0) or 0
+    drawn = chart_of(asked.look, asked.run, "heldout", 0.0)
+    return "heldout.html", {
+        "title": "Held-out", "rows": rows, "faulted": any(row["faults"] for row in rows),
+        "judged": any(row["judge"] is not None for row in rows),
+        "kept": kept, "chosen": chosen, "why": why, "at": at,
+        "episodes": list(enumerate(episodes))[at : at + EPISODES], "total": len(episodes),
+        "next": at + EPISODES if at + EPISODES < len(episodes) else None,
+        "picture": {"chart": drawn, "picture": picture_of(drawn)} if drawn.lines else None,
+    }  # fmt: skip
+
+
 VIEWS: dict[str, View] = {
+    "/log": timeline,
+    "/log/{seq:int}": event,
+    "/heldout": heldout,
     "/": overview, "/figures": figures, "/figure": figure, "/steps/{step:int}": step, "/nodes": nodes, "/nodes/{key}": node,
     "/validators": validators, "/refusals": refusals, "/versions": versions, "/alarms": alarms,
 }  # fmt: skip

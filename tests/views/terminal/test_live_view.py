@@ -20,7 +20,7 @@ from shoal.runs.run_status import RunStatus, SampleConversation
 from shoal.terminal import printable
 from shoal.views.terminal.end_screen import RunEnd, plain_end, render_end, save_picture
 from shoal.views.terminal.live_view import LiveView, plain, plain_wait, render
-from shoal.views.terminal.panels import chart, duration, figures, figures_table
+from shoal.views.terminal.panels import chart, figures, figures_table
 
 
 def shown(picture: RenderableType, width: int = 110) -> str:
@@ -264,10 +264,6 @@ def test_the_chart_places_values_by_step_and_height() -> None:
 
 def test_chart_of_equal_values_does_not_divide_by_zero() -> None:
     assert chart([0.0, 0.0], total=2, width=2, height=1, low=0.0, high=0.0) == ["▁▁"]
-
-
-def test_durations_have_at_most_two_units() -> None:
-    assert [duration(s) for s in (7.9, 123, 3720)] == ["7s", "2m03s", "1h02m"]
 
 
 def test_last_table_compares_before_and_after_and_names_the_cheater(end: RunEnd) -> None:

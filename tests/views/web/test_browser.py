@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from shoal.views.web.group_pages import GROUP_VIEWS
-from shoal.views.web.log_pages import HELDOUT_VIEWS, LOG_VIEWS
 from shoal.views.web.page_runs import PageRuns
 from shoal.views.web.run_pages import VIEWS as RUN_VIEWS
 from tests.views.web.browser import TOKEN, checked, go, needs_browser, opened, served
@@ -26,7 +25,7 @@ INNER = (
 )  # fmt: skip
 """A view, and what is clicked in it, one after the other."""
 
-PATHS = [f"/1{path}" for path in (*RUN_VIEWS, *GROUP_VIEWS, *LOG_VIEWS, *HELDOUT_VIEWS)]
+PATHS = [f"/1{path}" for path in (*RUN_VIEWS, *GROUP_VIEWS)]
 """All that the page answers with a view of a run."""
 
 VISITS = 4

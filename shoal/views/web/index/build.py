@@ -35,8 +35,16 @@ from shoal.runs.event_rows import event_row, node_note, refusal_rows, verdict_ro
 from shoal.runs.replay import RunReader, slot_of, standing_of
 from shoal.runs.tables import judged, mean, spread
 from shoal.views.web.index.insert_rows import MetricsIndex, Quota, decode_bodies, note_alarms
-from shoal.views.web.index.schema import MOST_ROLLOUTS, begun, forget, open_to_write, run_word, told_as_errors
-from shoal.views.web.index.sqlite_values import fit_for_search, plain
+from shoal.views.web.index.schema import (
+    MOST_ROLLOUTS,
+    begun,
+    fit_for_search,
+    forget,
+    open_to_write,
+    plain,
+    run_word,
+    told_as_errors,
+)
 
 PAGE = 1000
 """Events of one transaction, when they are read again."""

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from shoal.errors import ConfigError
 from shoal.runs.event_rows import Row
 from shoal.views.web.index.queries import PAGE, SCANNED, IndexQueries, before, limited, page_of
-from shoal.views.web.index.schema import MOST_ROLLOUTS, run_word
-from shoal.views.web.index.sqlite_values import LARGEST, query_of
+from shoal.views.web.index.schema import LARGEST, MOST_ROLLOUTS, query_of, run_word
 
 EXCERPT_WORDS = 24
 

@@ -21,8 +21,7 @@ from shoal.runs.replay import GroupRef, RunReader
 from shoal.runs.rollouts import ReadGroup
 from shoal.runs.source import FolderSource
 from shoal.runs.tables import mean
-from shoal.views.web.index.schema import METRIC, MOST_ROLLOUTS, run_word
-from shoal.views.web.index.sqlite_values import fit_for_search, numbers_of, plain, query_of
+from shoal.views.web.index.schema import METRIC, MOST_ROLLOUTS, fit_for_search, numbers_of, plain, query_of, run_word
 
 PUT = (
     "INSERT INTO alarms VALUES (:run, :cause, :node, :since_step, :level, :words, :first_s, :last_s, :is_open, :evidence) "

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from shoal.errors import ConfigError
 from shoal.metrics import pace_of
 from shoal.runs.event_rows import Row
-from shoal.views.web.index.schema import METRIC, open_to_read, run_word
-from shoal.views.web.index.sqlite_values import query_of
+from shoal.views.web.index.schema import METRIC, open_to_read, query_of, run_word
 
 PAGE = 50
 """Rows of a page unless the caller asks for another number."""
