@@ -92,8 +92,8 @@ def demand_memory(spec: ModelConfig, adapter: AdapterSpec) -> None:
     need, free = needs_of_merge(spec, adapter), free_bytes()
     if need > free:  # guard: merge-fits-memory
         raise StateError(
-            f"merging needs about {data_size(need)} of memory, most of it for {data_size(4 * parameters_of(spec))} of float32 "
-            f"weights, and {data_size(free)} are free: close other programs, or merge on a machine with more memory"
+            f"merging needs about {data_size(need)} of memory, most for {data_size(4 * parameters_of(spec))} of weights in "
+            f"float32, and {data_size(free)} are free: close other programs, or merge on a machine with more memory"
         )
 
 

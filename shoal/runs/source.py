@@ -28,7 +28,7 @@ from shoal.net.server_process import reader_url
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest
 from shoal.run_folder import RunFolder, is_locked, is_url
-from shoal.runs.public_run import FolderRun, Rows, UrlRun, demand_log
+from shoal.runs.public_run import ANSWER_S, FolderRun, Rows, UrlRun, demand_log
 from shoal.runs.url_status import MetricsPages
 from shoal.weights.engine_loader import contained
 from shoal.weights.manifest import open_manifest
@@ -206,7 +206,7 @@ class UrlSource:
         self._client = Client(url, transport=transport, on_wait=lambda line: None)
         self._run = UrlRun(self._client)
         self.name = self._client.base_url
-        self._pages = MetricsPages(self._client)
+        self._pages = MetricsPages(self._client, deadline_s=ANSWER_S)
         self._home: tempfile.TemporaryDirectory[str] | None = None
 
     def page(self, after: int) -> Rows:
@@ -227,7 +227,7 @@ class UrlSource:
         return self._asking.wait(self._pages.new())
 
     def all_metrics(self) -> list[MetricsLine]:
-        return self._asking.wait(MetricsPages(self._client, overlap_steps=0).all())
+        return self._asking.wait(MetricsPages(self._client, overlap_steps=0, deadline_s=ANSWER_S).all())
 
     def status(self) -> t.Status | None:
         with contextlib.suppress(PeerError):

@@ -60,9 +60,9 @@ MOST_METRICS_BYTES = 1 << 27
 class MetricsPages:
     """The metrics that a URL serves, page by page. Of a step that comes again with other figures, the later line counts."""
 
-    def __init__(self, client: Client, overlap_steps: int = OVERLAP_STEPS) -> None:
+    def __init__(self, client: Client, overlap_steps: int = OVERLAP_STEPS, deadline_s: float = ANSWER_S) -> None:
         """`overlap_steps`: so many of the newest steps are asked for again each time."""
-        self._client, self._overlap_steps = client, overlap_steps
+        self._client, self._overlap_steps, self._deadline_s = client, overlap_steps, deadline_s
         self._newest = -1
         self._recent: dict[int, bytes] = {}
         """The lines that came last, by step."""
@@ -94,7 +94,7 @@ class MetricsPages:
     async def _page(self, after: int) -> tuple[dict[int, tuple[bytes, MetricsLine]], int]:
         """A page in order of step, each as it came and cleaned; and how many bytes it came in."""
         path = f"/v1/metrics?after={max(-1, after)}"
-        page = await self._client.get(path, cap=MAX_LINE_BYTES, deadline_s=ANSWER_S)
+        page = await self._client.get(path, cap=MAX_LINE_BYTES, deadline_s=self._deadline_s)
         lines = {step_of(line): (raw, line) for raw in page.splitlines() if (line := decoded_line(raw)) is not None}
         return {step: lines[step] for step in sorted(lines) if step > after}, len(page)  # guard: metrics-go-forward
 

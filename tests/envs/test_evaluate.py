@@ -145,7 +145,9 @@ def test_an_episode_on_which_the_environment_failed_has_no_part_in_the_mean(
     both = mixed({"odd": found, "none": none}, [1.0, 9.0])
     assert (both.mean, both.faults) == (None, 4), "an environment that breaks raises no mean"
     assert mixed({"odd": found, "none": none}, [1.0, 0.0]).mean == 0.5
-    read = msgspec.json.decode(msgspec.json.encode(both), type=Evaluation)
+    assert list(both.as_file()) == ["mean", "low95", "high95", "episodes", "envs", "judge", "faults"]
+    assert not {"envs", "name", "version"} & both.as_file()["envs"]["odd"].keys()
+    read = msgspec.json.decode(msgspec.json.encode(both.as_file()), type=Evaluation)
     assert (read.faults, read.envs["none"].mean) == (4, None)
     assert "0.500 (95 % interval" in in_words(found, "odd") and "failed on 2 episodes, which have no score" in in_words(
         found, "odd"

@@ -60,8 +60,7 @@ class Rows:
         """With the newest row that `new` gave."""
         self._newest: MetricsLine | None = None
         """The newest line, until its row was given."""
-        self._steps = 0
-        """Steps so far."""
+        self._steps = 0  # so far
 
     def new(self, is_stopping: bool = False) -> Iterator[Row]:
         """Rows that are final since the last call, in order. That of the newest step follows with the next step's line, or
@@ -72,8 +71,8 @@ class Rows:
                 step = step_of(line)
                 if self._newest is not None and step > step_of(self._newest):  # guard: last-line-is-logged
                     yield self._row(self._newest, self._evaluation())
-                is_new = step > self.given.step or step < self._steps  # guard: step-is-logged-once
-                self._newest = line if is_new else None
+                # guard: step-is-logged-once
+                self._newest = line if step > self.given.step or step < self._steps else None
                 self._steps = step + 1
         if has_ended and self._newest is not None:
             yield self._row(self._newest, self._evaluation(of_all=True))

@@ -32,7 +32,7 @@ def templates() -> Environment:
     )
     env.autoescape = True  # guard: page-escapes-all
     env.filters |= {
-        "number": humanize.figure, "whole": whole, "percent": humanize.percent, "when": humanize.moment, "iso": iso,
+        "number": number, "whole": whole, "percent": percent, "when": humanize.moment, "iso": iso,
         "span": humanize.duration,
         "cut": cut, "shown": shown, "said": said, "query": query, "after": after,
         "day": partial(humanize.moment, form="%A, %Y-%m-%d"), "clock": partial(humanize.moment, form="%H:%M:%S"),
@@ -71,6 +71,16 @@ def said(text: object, most: int = 20_000) -> str:
 def at_commands(text: str, run: str) -> list[str]:
     """A text for the host of the run in a folder, cut at its commands: every second part is one, with that folder."""
     return as_called(text, Path(run)).split("`")
+
+
+def number(value: object, digits: int = 4) -> str:
+    """A figure with so many significant digits; a text, such as what a trainer waited for, as it is."""
+    return humanize.figure(value, digits) if isinstance(value, int | float | None) else shown(value)
+
+
+def percent(value: object) -> str:
+    """A share of 1; a text as it is."""
+    return humanize.percent(value) if isinstance(value, int | float | None) else shown(value)
 
 
 def whole(value: float | None) -> str:

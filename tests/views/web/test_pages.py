@@ -759,7 +759,7 @@ def test_what_is_of_a_family_has_its_unit_and_meaning_and_an_environment_may_be_
             ("draw_weight/a", "draw_weight/LABEL"),
             ("staleness_rollouts/3", "staleness_rollouts"),
         ):
-            assert told[name] == METRICS[declared]
+            assert told[name] == METRICS[declared][:2]
         assert METRICS["reward_part/NAME"].sentence in html.unescape(client.get("/1/steps/0").text)
         assert shelf.look().metric_names(1, "named part") == ["reward_part/format"]
         assert "name=reward_part" in client.get("/1/").text and "Parts of the reward" in client.get("/1/").text
@@ -792,8 +792,8 @@ def test_a_step_without_a_value_is_a_gap_in_charts_and_their_pictures(tmp_path, 
     lines = [
         {
             "step": step,
-            "loss/a": 1.0,
-            **({} if third <= step < 2 * third else {"loss/b": 2.0 + step, "entropy_nats": 1.0}),
+            "env_metric/a": 1.0,
+            **({} if third <= step < 2 * third else {"env_metric/b": 2.0 + step, "entropy_nats": 1.0}),
         }
         for step in range(steps)
     ]
@@ -801,7 +801,7 @@ def test_a_step_without_a_value_is_a_gap_in_charts_and_their_pictures(tmp_path, 
     with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(root)])) as shelf:
         while shelf.step():
             pass
-        for name, parts in (("loss", [1, 2]), ("entropy_nats", [2])):
+        for name, parts in (("env_metric", [1, 2]), ("entropy_nats", [2])):
             drawn = chart_of(shelf.look(), 1, name)
             assert drawn.x[-1] == steps - 1 and len(drawn.x) <= 400
             assert any(third < x < 2 * third - 1 for x in drawn.x)

@@ -145,7 +145,7 @@ def test_the_overview_says_how_old_the_newest_verdict_is_while_the_run_goes_on(s
 def test_nodes_have_shares_of_influence_and_refused_groups_say_what_counts(shelf):
     row = next(row for row in shelf.look().nodes(1, "worker")["rows"] if row["name"] == "honest")
     assert row["influence"] > 1 and row["influence_share"] == 1.0
-    assert "100 %" in words_of(shelf, "/1/nodes") and "as a share of all nodes of its role" in words_of(
+    assert "100.0%" in words_of(shelf, "/1/nodes") and "as a share of all nodes of its role" in words_of(
         shelf, "/1/nodes"
     )
     groups = words_of(shelf, "/1/groups")
