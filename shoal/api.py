@@ -23,8 +23,9 @@ from anyio.from_thread import start_blocking_portal
 from shoal.config import RunConfig, load_run
 from shoal.env import Env
 from shoal.envs.evaluate import MAX_EVAL_TOKENS as MAX_EVAL_TOKENS
-from shoal.envs.evaluate import Evaluation, eval_sampling
+from shoal.envs.evaluate import eval_sampling
 from shoal.errors import ConfigError
+from shoal.evaluation_files import Evaluation
 from shoal.models.open_model import spec_of
 from shoal.roles.auditor.recompute import Findings, GroupChoice, examine
 from shoal.tree import read_toml

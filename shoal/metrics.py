@@ -1,8 +1,7 @@
-"""The metrics of a training step, each declared once, and the file to which they are appended.
+"""The metrics of a training step, each declared once, and the file to which they are appended and from which they are read.
 
-Written by `roles/trainer`, read by the terminal view, by the coordinator, which serves the lines, and by `watch`. A failed
-write is counted and logged once; it never stops training. A line with a name that METRICS lacks is not written at all. It
-reads no clock: callers pass times as values.
+A failed write is counted and logged once; it never stops training. A line with a name that METRICS lacks is not written at
+all.
 """
 
 import logging
@@ -10,11 +9,11 @@ import math
 import os
 import sys
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, islice, takewhile
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -22,10 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class Metric(NamedTuple):
-    """A metric's unit and the sentence that explains it."""
+    """A metric's unit, the sentence that explains it, and how it is shown."""
 
     unit: str
     sentence: str
+    title: str = ""
+    """What people call it; empty: its name."""
+    form: str = ""
+    """How the terminal writes it in the figures of a run; empty: it is not one of them."""
+    headline: bool = False
+    """Whether plots, reports and the first page of a run draw it without being asked."""
 
 
 METRICS: dict[str, Metric] = {
@@ -35,6 +40,7 @@ METRICS: dict[str, Metric] = {
         "reward",
         "Mean reward of the batch's rollouts, without groups that have no signal. Rollouts from which nothing is learned "
         "because a token limit ended them count.",
+        title="reward, groups with a signal",
     ),
     "reward_mean/LABEL": Metric(
         "reward",
@@ -44,15 +50,23 @@ METRICS: dict[str, Metric] = {
         "reward",
         "Mean of a named part of the reward, before its weight, over the rollouts that the host's own validators accepted, "
         "or its stage played, since the batch of the last step; LABEL/NAME if a run has several environments.",
+        title="parts of the reward",
     ),
     "env_metric/NAME": Metric("any", "The same for a metric that the environment reports beside the reward."),
     "reward_all_mean": Metric(
-        "reward", "Mean reward of all rollouts accepted since the batch of the last step, with or without signal."
+        "reward",
+        "Mean reward of all rollouts accepted since the batch of the last step, with or without signal.",
+        "reward",
+        ".3f",
+        headline=True,
     ),
     "solve_rate": Metric(
         "share",
         "Share of the rollouts accepted since the batch of the last step that are solved: whose reward is at least "
         "envs.solved. Missing if some were accepted before a restart of the coordinator.",
+        "solved",
+        ".1%",
+        headline=True,
     ),
     "solve_rate/LABEL": Metric(
         "share", "The same for one environment, if a run has several; null if no group of it was accepted."
@@ -61,7 +75,11 @@ METRICS: dict[str, Metric] = {
         "weight", "Weight of an environment in the newest draw table, if a run has several: its share of new slots."
     ),
     "zero_signal_share": Metric(
-        "share", "Share of groups accepted since the batch of the last step whose rewards were all equal."
+        "share",
+        "Share of groups accepted since the batch of the last step whose rewards were all equal.",
+        "no signal",
+        ".1%",
+        headline=True,
     ),
     "fault_share": Metric(
         "share",
@@ -74,15 +92,22 @@ METRICS: dict[str, Metric] = {
         "loss",
         "Value of the objective that the step lowered, per policy token; mean over the step's updates. This and other "
         "figures of the policy's updates are missing in steps in which only a critic learns.",
+        "loss",
     ),
     "entropy_nats": Metric(
         "nats",
         "Mean entropy of the distributions that the policy's tokens were drawn from; mean over the step's updates.",
+        "entropy",
+        ".3f",
+        headline=True,
     ),
     "clip_share": Metric(
         "share",
         "Share of policy tokens whose gradient a bound on the importance ratio removed, delta included, or with cispo "
         "cut; mean over the step's updates.",
+        "clipped",
+        ".1%",
+        headline=True,
     ),
     "truncated_share": Metric(
         "share",
@@ -96,6 +121,7 @@ METRICS: dict[str, Metric] = {
         "nats",
         "Mean KL divergence from the run's first policy at the batch's tokens, by the estimator k3; missing in runs "
         "without a KL penalty.",
+        "KL",
     ),
     "value_loss": Metric(
         "reward squared",
@@ -130,8 +156,12 @@ METRICS: dict[str, Metric] = {
     "log_ratio_abs_max_nats": Metric(
         "nats",
         "Largest |log-prob under the trained policy - under the one that sampled| of a token, over the step's updates.",
+        "max |log ratio|",
+        ".3f",
     ),
-    "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
+    "staleness_rollouts": Metric(
+        "rollouts", "Rollouts of the batch by how many versions old their policy was.", "staleness", headline=True
+    ),
     "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),
     "overlong_share": Metric("share", "Share of the batch's rollouts that a token limit ended, learned from or not."),
     "overlong_rollouts": Metric(
@@ -140,7 +170,7 @@ METRICS: dict[str, Metric] = {
     ),
     "groups_without_signal": Metric("groups", "Groups of the batch left out because their rewards were all equal."),
     "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted but the trainer refused."),
-    "grad_norm": Metric("norm", "Norm of the gradient before clipping; mean over the step's updates."),
+    "grad_norm": Metric("norm", "Norm of the gradient before clipping; mean over the step's updates.", "gradient norm"),
     "updates": Metric(
         "updates",
         "Optimiser steps that the step took on its batch: train.updates_per_batch times minibatches, or fewer.",
@@ -148,7 +178,7 @@ METRICS: dict[str, Metric] = {
     "update_skipped": Metric(
         "0 or 1", "1 if a gradient was not finite: that update and the rest of the step left the weights as they were."
     ),
-    "lr": Metric("learning rate", "Learning rate of the step."),
+    "lr": Metric("learning rate", "Learning rate of the step.", "learning rate"),
     "repetition_share": Metric(
         "share",
         "Share of a rollout's 4-grams of policy tokens that occur earlier in it; mean over the batch's rollouts.",
@@ -169,19 +199,27 @@ METRICS: dict[str, Metric] = {
         "seconds", "Time to compute log-probs under the run's first policy; missing in runs without a KL penalty."
     ),
     "judge_s": Metric("seconds", "Time of the teacher or the reward model; missing in runs without one."),
-    "train_tokens_per_s": Metric("tokens/s", "Tokens divided by the time of forward, backward and optimiser."),
+    "train_tokens_per_s": Metric(
+        "tokens/s", "Tokens divided by the time of forward, backward and optimiser.", "training speed"
+    ),
     "save_s": Metric(
         "seconds", "Time to write the trainer's own state; to copy it, if storage.state_every is above 1."
     ),
     "publish_s": Metric("seconds", "Time to write, sign and announce the version before, beside the step."),
     "publish_wait_s": Metric("seconds", "Time that the step waited for that."),
-    "step_s": Metric("seconds", "Time from the end of the previous step to the end of this one."),
-    "waiting_share": Metric("share", "Share of step_s in which the trainer waited."),
+    "step_s": Metric(
+        "seconds", "Time from the end of the previous step to the end of this one.", "time of a step", headline=True
+    ),
+    "waiting_share": Metric("share", "Share of step_s in which the trainer waited.", "trainer waits", ".1%"),
     "waiting_for": Metric("name", "What the trainer waited for longest."),
     "selfcheck_gap_nats": Metric("nats", "Largest log-prob difference when one completion was replayed at start-up."),
 }
 """Metrics by name. The name holds the unit, unless the unit is a plain count, share or rate. What follows a slash is the
 label of an environment, or what its author calls it."""
+
+HEADLINES = tuple(name for name, metric in METRICS.items() if metric.headline)
+FIGURES = {name: metric for name, metric in METRICS.items() if metric.form}
+"""Those that the terminal shows."""
 
 _FAMILIES = {name.partition("/")[0]: metric for name, metric in METRICS.items() if "/" in name}
 
@@ -190,6 +228,12 @@ def declared(name: str) -> Metric | None:
     """What METRICS says of a metric: of its name, or of the family that it is one of, such as reward_part/NAME."""
     family, _, label = name.partition("/")
     return METRICS.get(name) or (_FAMILIES.get(family) if label else None)
+
+
+def title_of(name: str) -> str:
+    """What people call a metric, for a heading."""
+    metric = METRICS.get(name) or _FAMILIES.get(name)
+    return metric.title[:1].upper() + metric.title[1:] if metric and metric.title else name
 
 
 def meaning_of(name: str) -> Metric | None:
@@ -236,50 +280,6 @@ class MetricsLog:
                 log.warning("metrics are not being written, training continues file=%s cause=%s", self.path, error)
 
 
-NEWEST_BYTES = 256 * 1024
-"""Of the end of a metrics file, in which its last line is looked for."""
-
-
-def newest_metrics(path: Path) -> dict[str, Any] | None:
-    """The last whole line of a metrics file: the newest step, also after a step was repeated. Looks at its end alone."""
-    lines = newest_lines(path, 1)
-    return lines[-1] if lines else None
-
-
-def newest_lines(path: Path, most: int) -> list[dict[str, Any]]:
-    """The last whole lines of a metrics file, at most so many, in the order of the file. Looks at its end alone."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return []
-    found = (values for line in reversed(lines) if (values := values_of(line)) is not None)
-    return list(islice(found, most))[::-1]
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file in order of step. Skips half lines; of a repeated step, only the last line counts."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    by_step: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        if (values := values_of(line)) is not None:
-            by_step[values["step"]] = values
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def values_of(line: bytes) -> dict[str, Any] | None:
-    """A line of a metrics file; None for half a line, or for one without a step."""
-    try:
-        values = msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return values if type(values.get("step")) is int else None
-
-
 NEWEST_STEPS = 20
 """Steps that a pace is made from: enough to even out slow ones, few enough to follow workers that come and go."""
 
@@ -316,47 +316,127 @@ def _positive(value: object) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
+# --- A line of metrics that a stranger may have written ---
+
+Value = int | float | str | None | dict[str, int | float]
+MetricsLine = dict[str, Value]
+
+MAX_STEP = 1 << 31
+MAX_NUMBER = 10**15
+MAX_NAMES, MAX_NAME_CHARS, MAX_TEXT_CHARS = 2000, 150, 200
+"""Of a line. Names of this run's author are shorter: a family, a label of 64 characters and a name of 64."""
+MAX_AGES = 32
+
+
+def clean_metrics(line: Mapping[str, Any]) -> MetricsLine | None:
+    """A line without what is not declared, not finite or too long; None if it names no step."""
+    step = line.get("step")
+    if type(step) is not int or not 0 <= step < MAX_STEP:
+        return None
+    kept: MetricsLine = {"step": step}
+    for name, value in islice(line.items(), MAX_NAMES):
+        if isinstance(value, dict) and name == "staleness_rollouts":
+            kept[name] = {
+                age: n for age, n in islice(value.items(), MAX_AGES) if _is_age(age) and is_figure(n) and n >= 0
+            }
+        elif _is_sound(name, value):  # guard: metrics-of-strangers
+            kept[name] = value
+    return kept
+
+
+def step_of(line: MetricsLine) -> int:
+    """The step of a line that has one."""
+    step = line["step"]
+    assert isinstance(step, int), "a line without a step is left out"
+    return step
+
+
+def is_figure(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number that can be drawn and summed."""
+    # A whole number may be larger than any float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+
+
+def _is_sound(name: str, value: object) -> bool:
+    metric = declared(name)
+    if metric is None or len(name) > MAX_NAME_CHARS or not name.isprintable():
+        return False
+    if isinstance(value, str):
+        return metric.unit == "name" and len(value) <= MAX_TEXT_CHARS
+    return value is None or is_figure(value)  # guard: finite-figures
+
+
+def _is_age(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 7
+
+
+# --- The file of a run, as it grows ---
+
 MAX_LINE_BYTES = 1 << 18
 """A longer line of a metrics file is skipped. An answer with metrics has at most so many bytes, too."""
 
 
 class MetricsTail:
-    """Follows a metrics file that grows: each call reads what was added since. It keeps the place of each step's line.
+    """Follows a metrics file that grows: each line is read once. Of a step that was repeated, the last line counts.
 
     Of a line without its end, it waits for the end. A file that was replaced or cut is read from its beginning. One
     that is not there has no lines. Raises OSError.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, clean: Callable[[MetricsLine], MetricsLine | None] = lambda line: line) -> None:
+        """`clean` is for a file that may be a stranger's: see `clean_metrics`."""
+        self._path, self._clean = path, clean
         self._file_number, self._read_bytes = 0, 0
         self._places: dict[int, tuple[int, int]] = {}
         """Offset and size of each step's newest line."""
         self._steps: list[int] = []
         """Ascending."""
+        self._lines: dict[int, MetricsLine | None] = {}
+        """Those of `lines`, by step."""
+        self._in_order: tuple[MetricsLine, ...] = ()
         self.unread = 0
         """Lines so far that cannot be read, or have no step."""
 
-    def read(self, most: int = 1000) -> list[dict[str, Any]]:
+    def read(self, most: int = 1000) -> list[MetricsLine]:
         """New lines in the order of the file, at most so many. A step that was repeated comes again."""
-        return [msgspec.json.decode(line, type=dict[str, Any]) for line in self._new_lines(most)]
+        return [line for text in self._new_lines(most) if (line := self._decoded(text)) is not None]
+
+    def lines(self) -> tuple[MetricsLine, ...]:
+        """One line for each step so far, in order of step."""
+        self._catch_up()
+        missing = [step for step in self._steps if step not in self._lines]
+        if missing or not self._steps:
+            self._lines |= zip(missing, map(self._decoded, self._texts(missing)), strict=True)
+            self._in_order = tuple(line for step in self._steps if (line := self._lines[step]) is not None)
+        return self._in_order
+
+    def newest(self, most: int) -> list[MetricsLine]:
+        """The lines of the newest steps, at most so many, in order of step."""
+        self._catch_up()
+        return [line for text in self._texts(self._steps[-most:]) if (line := self._decoded(text)) is not None]
 
     def after(self, step: int, most_bytes: int) -> bytes:
         """The newest line of each step above this one, in order of step: as many as have at most so many bytes."""
+        self._catch_up()
+        first = bisect_right(self._steps, step)
+        sizes = accumulate(self._places[each][1] for each in islice(self._steps, first, None))
+        fitting = sum(1 for _ in takewhile(lambda size: size <= most_bytes, sizes))
+        return b"".join(self._texts(self._steps[first : first + fitting]))
+
+    def _decoded(self, text: bytes) -> MetricsLine | None:
+        return self._clean(msgspec.json.decode(text, type=dict[str, Any]))
+
+    def _texts(self, steps: Sequence[int]) -> Iterator[bytes]:
+        """The newest lines of these steps, which are known."""
+        if steps:
+            with self._path.open("rb") as file:
+                for offset, size in (self._places[step] for step in steps):
+                    file.seek(offset)
+                    yield file.read(size)
+
+    def _catch_up(self) -> None:
         for _ in self._new_lines():
             pass
-        first, lines = bisect_right(self._steps, step), list[bytes]()
-        if first == len(self._steps):
-            return b""
-        with self._path.open("rb") as file:
-            for each in islice(self._steps, first, None):
-                offset, size = self._places[each]
-                most_bytes -= size
-                if most_bytes < 0:
-                    break
-                file.seek(offset)
-                lines.append(file.read(size))
-        return b"".join(lines)
 
     def _new_lines(self, most: int = sys.maxsize) -> Iterator[bytes]:
         try:
@@ -373,11 +453,11 @@ class MetricsTail:
                 if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                     return  # its end is still to come
                 offset, self._read_bytes = self._read_bytes, self._read_bytes + len(line)
-                if (values := values_of(line)) is not None:
-                    step = values["step"]
+                if (step := _step_in(line)) is not None:
                     if step not in self._places:
                         insort(self._steps, step)
                     self._places[step] = (offset, len(line))
+                    self._lines.pop(step, None)
                     most -= 1
                     yield line
                 else:
@@ -385,16 +465,18 @@ class MetricsTail:
 
     def _begin_again(self, file_number: int) -> None:
         self._file_number, self._read_bytes, self.unread = file_number, 0, 0
-        self._places, self._steps = {}, []
+        self._places, self._steps, self._lines, self._in_order = {}, [], {}, ()
 
 
-HEADLINE_METRICS = (
-    ("reward", "reward_all_mean", "3f"),
-    ("entropy", "entropy_nats", "3f"),
-    ("clipped", "clip_share", "%"),
-    ("max |log ratio|", "log_ratio_abs_max_nats", "3f"),
-    ("solved", "solve_rate", "%"),
-    ("no signal", "zero_signal_share", "%"),
-    ("trainer waits", "waiting_share", "%"),
-)
-"""Label, name in metrics.jsonl, format."""
+def read_metrics(path: Path) -> list[MetricsLine]:
+    """The lines of a metrics file in order of step."""
+    return list(MetricsTail(path).lines())
+
+
+def _step_in(line: bytes) -> int | None:
+    """The step of a line; None for half a line, or for one without a step."""
+    try:
+        step = msgspec.json.decode(line, type=dict[str, Any]).get("step")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return step if type(step) is int else None

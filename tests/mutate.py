@@ -79,6 +79,11 @@ def _begin(folder: str) -> None:
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
 
 
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    made = {"runs", "build", "dist", "site"} if Path(folder) == ROOT else set()
+    return {name for name in names if name.startswith(".") or name == "__pycache__" or name in made}
+
+
 def _outcome(guard: Guard, place: Place) -> Outcome:
     began = time.monotonic()
     file, said = Path.cwd() / place.file, Path.cwd() / "said"

@@ -19,8 +19,8 @@ from shoal.api import MAX_EVAL_TOKENS
 from shoal.cli import main
 from shoal.config import TinyPolicy
 from shoal.errors import ConfigError, ShoalError, StateError
+from shoal.evaluation_files import read_evaluation
 from shoal.launch.background_run import _News
-from shoal.launch.evaluations import read_heldout
 from shoal.launch.run_lock import locked
 from shoal.metrics import read_metrics
 from shoal.models.random_model import make_tiny
@@ -167,7 +167,7 @@ def test_a_policy_has_the_figures_of_shoal_eval(trained, tmp_path, capsys):
     assert main.main([*words, "--env-args", '{"digits": 1}', "--out", str(out)]) == 0
     policy = shoal.policy(final)
     found = in_a_notebook(lambda: policy.evaluate("arithmetic", episodes=24, env_args={"digits": 1}, seed=3, threads=1))
-    theirs = read_heldout(out)
+    theirs = read_evaluation(out)
     assert theirs is not None and found.tokens > 0
     assert (found.mean, found.low95, found.high95, found.episodes) == (theirs.mean, theirs.low95, theirs.high95, 24)
     assert msgspec.json.encode(found) == out.read_bytes()

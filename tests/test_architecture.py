@@ -42,7 +42,18 @@ FLOORS = (
 )
 """Lowest first. A room imports from the floors below its own; rooms on one floor never import each other."""
 
-COMMON = ("alarms", "config", "errors", "evaluation_files", "metrics", "pipes", "run_folder", "terminal", "tree")
+COMMON = (
+    "alarms",
+    "config",
+    "errors",
+    "evaluation_files",
+    "humanize",
+    "metrics",
+    "pipes",
+    "run_folder",
+    "terminal",
+    "tree",
+)
 """Files that serve every room but `algos`. They import each other and `protocol`."""
 
 BROAD_EXCEPTS = {

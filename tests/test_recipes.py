@@ -11,9 +11,10 @@ import pytest
 from shoal.config import RunConfig, SftConfig, load_run, load_sft
 from shoal.config.stages import load_stages, settings_of
 from shoal.envs.load import BUILT_IN, load_env
+from shoal.humanize import data_size
 from shoal.launch import memory_plan
 from shoal.launch.doctor import in_words
-from shoal.launch.memory_plan import amount, disk_of, reports, roles_of
+from shoal.launch.memory_plan import disk_of, reports, roles_of
 from shoal.launch.pipeline.stage_jobs import demand_doable
 from shoal.launch.sizing import resolve_sizes
 from shoal.models.parameter_counts import parameters_of
@@ -140,9 +141,9 @@ def test_a_recipe_states_the_memory_disk_and_bytes_that_the_preflight_reckons(
     config = resolve_sizes(config, spec, with_workers=False).config
     need = {report.device: report.need for report in reports(config, spec, with_workers=False)}
     reckoned = {
-        "GPU memory": amount(need["cuda"]),
-        "CPU memory": amount(need["cpu"]),
-        "disk": amount(disk_of(config, path.parent, with_workers=False)),
+        "GPU memory": data_size(need["cuda"]),
+        "CPU memory": data_size(need["cpu"]),
+        "disk": data_size(disk_of(config, path.parent, with_workers=False)),
         "bytes": f"{in_words(sizes_of(config, path.parent))}, to each worker",
     }
     for what, size in reckoned.items():
@@ -162,7 +163,7 @@ def test_a_recipe_states_how_many_episodes_its_gpu_evaluates_at_a_time(
     assert found.eval.rows == rows and f" {rows} episodes at a time" in path.read_text()
     need = {report.device: report for report in reports(found, spec, with_workers=False)}
     assert need["cuda"].need <= 24e9 and need["cuda"].shared == shared
-    assert f" {amount(need['cpu'].need)}" in path.read_text()
+    assert f" {data_size(need['cpu'].need)}" in path.read_text()
 
 
 def test_the_recipe_of_8b_states_what_a_base_in_nf4_takes() -> None:
@@ -173,7 +174,7 @@ def test_the_recipe_of_8b_states_what_a_base_in_nf4_takes() -> None:
     roles = {role.name: role.on("cuda") for role in roles_of(config, spec_of(config, path.parent), with_workers=True)}
     text = path.read_text()
     for name in ("trainer", "validator", "worker"):
-        assert f"#     {name:<13} {amount(roles[name])} of GPU memory\n" in text, amount(roles[name])
+        assert f"#     {name:<13} {data_size(roles[name])} of GPU memory\n" in text, data_size(roles[name])
     assert f"#     bytes in nf4  {in_words(sizes_of(config, path.parent))}, to each worker\n" in text
     assert roles["trainer"] + roles["validator"] < 24e9
 

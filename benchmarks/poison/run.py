@@ -19,10 +19,11 @@ from shoal.chat.renderer import Renderer
 from shoal.config import BOUNDS, TrainConfig
 from shoal.engine.interface import ScoreRequest
 from shoal.engine.native import LocalEngine
-from shoal.envs.evaluate import Evaluation, evaluate
+from shoal.envs.evaluate import evaluate
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block, play_scripted
 from shoal.envs.replay import replay_group
+from shoal.evaluation_files import Evaluation
 from shoal.ledger.commands import AskLease, JoinRun, Publish, Submit, SubmitVerdict, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Wait

@@ -22,7 +22,6 @@ from shoal.env_packages.install_policy import (
     InstallDecision,
     demand_consent,
     demand_offer_fits,
-    size_text,
 )
 from shoal.env_packages.installed import INSTALLED, Installed, PackageStore
 from shoal.env_packages.lock import Downloader, download, most_unpacked, unpack_wheels
@@ -31,6 +30,7 @@ from shoal.env_packages.naming import PackageReference
 from shoal.env_packages.publish import read_catalogue
 from shoal.env_packages.registry import Registry, archive_path
 from shoal.errors import PeerError, ShoalError, StateError, cause_of
+from shoal.humanize import data_size
 from shoal.protocol.encoding import to_json
 from shoal.run_folder import held, name_folder, write_atomically
 
@@ -104,12 +104,12 @@ def install(
     demand_offer_fits(offer, consent)
     try:
         with _unfinished(store) as new:
-            tell(f"downloading {offer.name} {offer.release.version}, {size_text(offer.release.size_bytes)}")
+            tell(f"downloading {offer.name} {offer.release.version}, {data_size(offer.release.size_bytes)}")
             files, described = _fetch(offer, registry, new)
             demand_consent(offer, described.about, described.requirements, consent)
             PinnedKeys(home / "authors.json").admit(offer.believed.opened, offer.believed.changes)
             if described.requirements:
-                tell(f"downloading {len(described.requirements)} dependencies, at most {size_text(consent.max_bytes)}")
+                tell(f"downloading {len(described.requirements)} dependencies, at most {data_size(consent.max_bytes)}")
             num_wheel_files = _add_dependencies(described, new, consent.max_bytes, downloader or by_pip())
             tried = _try(described, new, start)
             package = _recorded(offer, described, files, num_wheel_files)

@@ -14,6 +14,7 @@ from shoal.env_packages.metadata import About
 from shoal.env_packages.naming import owner_of
 from shoal.env_packages.publish import Believed
 from shoal.errors import ConfigError
+from shoal.humanize import data_size
 from shoal.protocol.encoding import is_digest
 from shoal.protocol.signing import is_public_key
 from shoal.tree import Section, from_tree, read_toml
@@ -73,11 +74,6 @@ class InstallDecision(NamedTuple):
         return (self.policy.max_mb if self.policy else self.max_mb) * 1_000_000
 
 
-def size_text(size_bytes: int) -> str:
-    """A size as people read it."""
-    return f"{size_bytes / 1e6:,.1f} MB" if size_bytes >= 100_000 else f"{size_bytes:,} bytes"
-
-
 def read_policy(path: Path) -> InstallPolicy:
     """Read a policy file. Raises `ConfigError` that names the key."""
     policy = from_tree(read_toml(path, "a policy file"), InstallPolicy, str(path))
@@ -93,7 +89,7 @@ def demand_offer_fits(offer: InstallCandidate, consent: InstallDecision) -> None
     named, policy = f"{offer.name} {offer.release.version}", consent.policy
     if offer.release.size_bytes > consent.max_bytes:  # guard: size-of-an-offer
         raise ConfigError(
-            f"{named} has {size_text(offer.release.size_bytes)}, limit {size_text(consent.max_bytes)}: `shoal env install "
+            f"{named} has {data_size(offer.release.size_bytes)}, limit {data_size(consent.max_bytes)}: `shoal env install "
             "--max-mb MB` takes more, or max_mb in the policy file"
         )
     if policy is None:
@@ -142,7 +138,7 @@ def question(offer: InstallCandidate, about: About, requirements: tuple[Requirem
     lines = [
         f"{offer.name} {offer.release.version}: {about.summary or 'no summary'}",
         f"  author        {owner_of(offer.name)}, key {offer.author} ({seen})",
-        f"  package       {offer.release.digest}, {size_text(offer.release.size_bytes)}, licence {about.licence}",
+        f"  package       {offer.release.digest}, {data_size(offer.release.size_bytes)}, licence {about.licence}",
         f"  from          {offer.registry}",
         f"  checked       passed by {offer.checks} keys other than the author's",
         f"  dependencies  {', '.join(f'{r.name} {r.version}' for r in requirements) or 'none'}",

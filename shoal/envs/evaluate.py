@@ -9,7 +9,6 @@ episodes on one task are not quite.
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import msgspec
 
@@ -22,7 +21,7 @@ from shoal.envs.play import EpisodeAttempt, NoTask, converse, why_task_cannot_be
 from shoal.envs.replay import judge_talks
 from shoal.envs.rollout import Conversation
 from shoal.errors import ConfigError, Interrupted, ShoalError, Undecided
-from shoal.evaluation_files import Judged, interval_of
+from shoal.evaluation_files import Evaluation, Interval, JudgeResult, Transcript, interval_of
 from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import Sampling
 from shoal.protocol.rollout_validation import unbegun_remedy
@@ -45,80 +44,6 @@ def eval_sampling(temperature: float, max_turn_tokens: int, max_tokens: int, max
     """How an episode is sampled outside of a run: `max_tokens` 0 means the default, or less for a short policy."""
     most = max_tokens or min(MAX_EVAL_TOKENS, max_positions)
     return Sampling(temperature, min(max_turn_tokens, most), most)
-
-
-class Interval(msgspec.Struct, frozen=True):
-    """A mean and its 95 % confidence interval."""
-
-    mean: float
-    low95: float
-    high95: float
-
-
-class Transcript(msgspec.Struct, frozen=True):
-    """One episode, for people to read."""
-
-    task: str
-    turns: tuple[tuple[str, str], ...]
-    """Author and text: policy, a seat, or the chat role of a message of the environment."""
-    score: float | None
-    """None if the environment failed on it."""
-    success: bool | None
-    ending: str
-    tokens: int
-    """Tokens that the policy wrote."""
-    fault: str = ""
-    """What the environment raised; empty if nothing."""
-
-
-class Evaluation(msgspec.Struct, frozen=True):
-    """The figures of one evaluation, as written to the run's folder."""
-
-    mean: float | None
-    """Success rate if the environment says what succeeds, otherwise mean reward: see `measure`. Over the episodes that have
-    a score: None if the environment failed on all."""
-    low95: float | None
-    high95: float | None
-    episodes: int
-    measure: Literal["success", "reward"]
-    tasks: Literal["heldout", "training"]
-    """Training tasks only if the environment has no held-out tasks."""
-    reward: Interval | None
-    success: Interval | None
-    tokens: int
-    """Tokens that the policy wrote in all episodes."""
-    endings: dict[str, int]
-    fault: str
-    """What the environment raised first; empty if nothing."""
-    transcripts: tuple[Transcript, ...]
-    parts: dict[str, float] = {}
-    """Mean of each part of the reward, before its weight."""
-    metrics: dict[str, float] = {}
-    """Mean of what the environment reports beside the reward."""
-    solve_rates: tuple[float, ...] = ()
-    """Of each task on which the environment did not always fail: the share of its episodes that succeeded, or its mean
-    reward within the range."""
-    judge: Judged | None = None
-    """What a held-out judge says of the same episodes, if the run file names one."""
-    faults: int = 0
-    """Episodes without a score, because the environment failed on them. They count in `endings` and `tokens` alone."""
-
-
-class MixedEvaluation(msgspec.Struct, frozen=True):
-    """The figures of a run with several environments: each one's, and the mean for tasks drawn as the run draws them."""
-
-    mean: float | None
-    """Mean of the environments' means, by the weights of the run. None if one of them has none: without it, an environment
-    that breaks would raise the mean of the others."""
-    low95: float | None
-    high95: float | None
-    episodes: int
-    """Episodes of all environments."""
-    envs: dict[str, Evaluation]
-    """Evaluations by label."""
-    judge: Judged | None = None
-    """Of the one environment that is judged, if any."""
-    faults: int = 0
 
 
 def evaluate(
@@ -157,7 +82,7 @@ def evaluate(
     return found if judge is None else msgspec.structs.replace(found, judge=_judged(judge, talks, judged))
 
 
-def mixed(envs: dict[str, Evaluation], weights: Sequence[float]) -> MixedEvaluation:
+def mixed(envs: dict[str, Evaluation], weights: Sequence[float]) -> Evaluation:
     """Combine the evaluations of several environments, by label; `weights` are in the same order.
 
     MOVER (Zou and Donner, Stat. Med. 27, 2008) gives the interval of the weighted mean: the distances from each mean to
@@ -170,13 +95,13 @@ def mixed(envs: dict[str, Evaluation], weights: Sequence[float]) -> MixedEvaluat
     drawn = [(weight, interval_of(one)) for weight, one in zip(weights, envs.values(), strict=True) if weight]
     parts = [(weight, figures) for weight, figures in drawn if figures is not None]
     if not parts or len(parts) < len(drawn):
-        return MixedEvaluation(None, None, None, episodes, envs, judge, faults)
+        return Evaluation(None, None, None, episodes, envs, judge=judge, faults=faults)
     total = math.fsum(weight for weight, _ in parts)
     parts = [(weight / total, figures) for weight, figures in parts]
     mean = math.fsum(share * middle for share, (middle, _, _) in parts)
     below = math.sqrt(math.fsum((share * (middle - low)) ** 2 for share, (middle, low, _) in parts))
     above = math.sqrt(math.fsum((share * (high - middle)) ** 2 for share, (middle, _, high) in parts))
-    return MixedEvaluation(mean, mean - below, mean + above, episodes, envs, judge, faults)
+    return Evaluation(mean, mean - below, mean + above, episodes, envs, judge=judge, faults=faults)
 
 
 def as_text(transcript: Transcript) -> str:
@@ -245,18 +170,18 @@ def _compare(env: Env, talks: Sequence[Conversation], num_tasks: int) -> None:
             talk.reward, talk.parts, talk.metrics = found
 
 
-def _judged(judge: Env, talks: Sequence[Conversation], tasks: Sequence[Task]) -> Judged:
+def _judged(judge: Env, talks: Sequence[Conversation], tasks: Sequence[Task]) -> JudgeResult:
     """The judge's figures, by the same rule as the environment's own."""
     found = opinions(judge, talks, tasks)
     whole = [one for one in found if not one.fault]
     fault, faults = next((one.fault for one in found if one.fault), ""), len(talks) - len(whole)
     if not whole:
-        return Judged(None, None, None, fault, len(talks), faults)
+        return JudgeResult(None, None, None, fault, len(talks), faults)
     if is_decided(judge):
         figures = interval([float(bool(one.success)) for one in whole], (0.0, 1.0))
     else:
         figures = interval([one.reward for one in whole], judge.reward_bounds)
-    return Judged(figures.mean, figures.low95, figures.high95, fault, len(talks), faults)
+    return JudgeResult(figures.mean, figures.low95, figures.high95, fault, len(talks), faults)
 
 
 def _means(named: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -20,11 +20,11 @@ from shoal.config.env_settings import JudgeConfig
 from shoal.config.role_options import EvalOptions
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.env import Env
-from shoal.envs.evaluate import BATCH, Evaluation, MixedEvaluation, as_text, eval_sampling, evaluate, mixed
+from shoal.envs.evaluate import BATCH, as_text, eval_sampling, evaluate, mixed
 from shoal.envs.isolated.environment import in_process, in_sandbox, show
 from shoal.envs.load import env_of, load_env
 from shoal.errors import ConfigError, StateError
-from shoal.evaluation_files import interval_of
+from shoal.evaluation_files import Evaluation, interval_of
 from shoal.models.device import CPU, demand_device
 from shoal.models.open_model import spec_of
 from shoal.protocol.constants import MODEL_STOPS
@@ -193,9 +193,9 @@ def main(
         print(file=shown)
     whole = _whole(plan, figures)
     if out is not None:
-        write_atomically(out, msgspec.json.encode(whole))
+        write_atomically(out, msgspec.json.encode(whole.as_file()))
     elif as_json:
-        print(json.dumps(msgspec.to_builtins(whole), indent=1))
+        print(json.dumps(msgspec.to_builtins(whole.as_file()), indent=1))
     else:
         print(
             "\n".join(in_words(one, label if len(games) > 1 else games[label].name) for label, one in figures.items())
@@ -214,7 +214,7 @@ def _play(
         )  # fmt: skip
 
 
-def _whole(plan: EvalPlan, figures: dict[str, Evaluation]) -> Evaluation | MixedEvaluation:
+def _whole(plan: EvalPlan, figures: dict[str, Evaluation]) -> Evaluation:
     by_label = plan.by_label or len(plan.envs) > 1
     return mixed(figures, [env.weight for env in plan.envs]) if by_label else figures[plan.envs[0].label]
 
@@ -249,7 +249,7 @@ def for_run(run_dir: Path, options: EvalOptions) -> None:
         policy = _load(checkpoint, spec, partial(Renderer.from_directory, stops=plan.stops), shift)
         games = {env.label: env_of(env) for env in plan.envs}
         figures = dict(_play(plan, policy, games, lambda done: shift.pause()))
-    write_atomically(Path(options.out), msgspec.json.encode(_whole(plan, figures)))
+    write_atomically(Path(options.out), msgspec.json.encode(_whole(plan, figures).as_file()))
 
 
 def _load(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, StateError
+from shoal.humanize import data_size
 from shoal.models.checkpoint import load_policy, save_policy
 from shoal.models.config import ModelConfig
 from shoal.models.lora import decode, load_adapter, merge
@@ -22,7 +23,6 @@ from shoal.models.nf4_config import PARTS
 from shoal.models.parameter_counts import adapter_parameters_of, layer_values_of, parameters_of
 from shoal.models.safetensors_header import files_of_base, read_header
 from shoal.models.transformer import Transformer
-from shoal.plan.units import amount
 from shoal.weights.base_model import base_root
 from shoal.weights.manifest import weights_root
 from shoal.weights.memory_limit import free_bytes
@@ -92,8 +92,8 @@ def demand_memory(spec: ModelConfig, adapter: AdapterSpec) -> None:
     need, free = needs_of_merge(spec, adapter), free_bytes()
     if need > free:  # guard: merge-fits-memory
         raise StateError(
-            f"merging needs about {amount(need)} of memory, most of it for {amount(4 * parameters_of(spec))} of weights in "
-            f"float32, and {amount(free)} are free: close other programs, or merge on a machine with more memory"
+            f"merging needs about {data_size(need)} of memory, most for {data_size(4 * parameters_of(spec))} of weights in "
+            f"float32, and {data_size(free)} are free: close other programs, or merge on a machine with more memory"
         )
 
 

@@ -28,11 +28,11 @@ from shoal.config.load import env_at, resolve_path
 from shoal.engine.interface import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.env import Env
-from shoal.envs.evaluate import Evaluation, evaluate
+from shoal.envs.evaluate import evaluate
 from shoal.envs.load import env_of
 from shoal.envs.prompt_preview import learned_row
 from shoal.errors import ConfigError, StateError, cause_of, remedy_of
-from shoal.evaluation_files import interval_of, why_not_comparable
+from shoal.evaluation_files import Evaluation, interval_of, why_not_comparable
 from shoal.jobs.cold_start_examples import (
     Example,
     chosen_rows,

@@ -16,7 +16,7 @@ from threading import Thread
 from shoal.alarms import Alarm, AlarmsLog, standing_alarms
 from shoal.config import RunConfig
 from shoal.errors import ShoalError
-from shoal.evaluation_files import Heldout, interval_of, version_of, why_not_comparable
+from shoal.evaluation_files import Evaluation, interval_of, version_of, why_not_comparable
 from shoal.launch.admin import call
 from shoal.ledger.batches import SlotVoid
 from shoal.ledger.hints import IS_STOPPED, NO_LEASE, split_remedy
@@ -316,7 +316,7 @@ def evaluations(snapshot: RunStatus) -> list[HeldoutResult]:
     return [one for one in found if one is not None]
 
 
-def evaluation(version: int, found: Heldout) -> HeldoutResult | None:
+def evaluation(version: int, found: Evaluation) -> HeldoutResult | None:
     """A result on held-out tasks as the monitors take it, with what the judge says; None of one without a mean, or with too
     many faults to be compared."""
     own = None if why_not_comparable(found) else interval_of(found)

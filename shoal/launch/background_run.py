@@ -23,7 +23,7 @@ from shoal.errors import ShoalError, StateError, fault_of_user, no_torch
 from shoal.launch.admin import shared_url
 from shoal.launch.run_lock import demand_free_ports, locked_run
 from shoal.launch.supervisor import open_crew
-from shoal.metrics import read_metrics
+from shoal.metrics import read_metrics, step_of
 from shoal.run_folder import RunFolder
 from shoal.runs.run_status import RunStatus
 from shoal.terminal import printable
@@ -58,7 +58,7 @@ class BackgroundRun:
                 config, recipe_dir, for_others=not with_workers, repeatable=is_repeatable, overrides=overrides
             )
             done = read_metrics(folder.metrics)
-            self._news.next_step = int(done[-1]["step"]) + 1 if done else 0
+            self._news.next_step = step_of(done[-1]) + 1 if done else 0
             self._crew = open_crew(out, lock_fd, with_workers, lambda: self._news)
             self._held = stack.pop_all()
         self._thread = threading.Thread(target=self._run, name=f"shoal {config.name}", daemon=True)

@@ -25,6 +25,7 @@ import psutil
 from shoal.config import RunConfig, TinyPolicy, load_run, node_home
 from shoal.config.load import is_hub, resolve_path, with_judge_at
 from shoal.errors import ConfigError, StateError, cause_of, how_to_install
+from shoal.humanize import data_size
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
     `memory_gb` replaces what is free in the memory of the device that trains, so that another machine can be asked about.
     Raises `ConfigError`, `StateError`.
     """
-    from shoal.launch.memory_plan import amount, disk_of, reports
+    from shoal.launch.memory_plan import disk_of, reports
     from shoal.launch.sizing import resolve_sizes
     from shoal.plan.sizes import sizes_of
 
@@ -116,11 +117,13 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
     for report in reports(config, spec, with_workers=True, free=memory):
         for role in report.roles:
             if role.on(report.device):
-                parts = ", ".join(f"{part.name} {amount(part.size)}" for part in role.parts)
+                parts = ", ".join(f"{part.name} {data_size(part.size)}" for part in role.parts)
                 each = f"{role.processes} processes, each " if role.processes > 1 else ""
-                yield DoctorLine("ok", role.name[:13], f"{amount(role.on(report.device))}: {each}{parts}")
+                yield DoctorLine("ok", role.name[:13], f"{data_size(role.on(report.device))}: {each}{parts}")
         enough = report.need <= report.free
-        found = f"{amount(report.need)} at once{', in shifts' if report.shared else ''}, {amount(report.free)} free"
+        found = (
+            f"{data_size(report.need)} at once{', in shifts' if report.shared else ''}, {data_size(report.free)} free"
+        )
         yield DoctorLine(
             "ok" if enough else "missing", f"memory {report.device}", found, "" if enough else report.advice
         )
@@ -131,7 +134,10 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
         else "free some space, lower storage.quota_mb, or take another disk: `shoal run RECIPE --out DIR`"
     )
     yield DoctorLine(
-        "ok" if need <= free else "missing", "disk", f"at most {amount(need)}, {amount(free)} free here", remedy
+        "ok" if need <= free else "missing",
+        "disk",
+        f"at most {data_size(need)}, {data_size(free)} free here",
+        remedy,
     )
     yield DoctorLine("ok", "bytes", f"{in_words(sizes_of(config, recipe.parent))} to each worker")
 
@@ -139,7 +145,6 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
 def _first_policy(config: RunConfig, recipe: Path, spec: "ModelConfig | HFConfig") -> DoctorLine:
     """Whether the model's tokenizer, template and weights are there and fit; values that are not finite are found."""
     from shoal.chat.isolated import open_own
-    from shoal.launch.memory_plan import amount
     from shoal.launch.preflight import demand_computable, demand_examined
     from shoal.models.checkpoint import demand_weights
     from shoal.models.config import ModelConfig
@@ -159,7 +164,7 @@ def _first_policy(config: RunConfig, recipe: Path, spec: "ModelConfig | HFConfig
         examined = fits and demand_examined(directory, config, "cpu")
     except StateError as error:
         return DoctorLine("missing", "model", str(error), "fix the model, or choose another policy.path")
-    size = f"{len(stored)} tensors, {amount(held)}"
+    size = f"{len(stored)} tensors, {data_size(held)}"
     if examined and not ours:
         return DoctorLine("ok", "model", f"{size}; transformers computes with it")
     if not ours:
@@ -216,9 +221,7 @@ def _shape_of(config: RunConfig, recipe: Path) -> "ModelConfig | HFConfig":
 
 def in_words(sizes: "Sizes") -> str:
     """What a worker fetches of a run, from the host or the base of adapters from a hub."""
-    from shoal.launch.memory_plan import amount
-
-    return f"{amount(sizes.base + sizes.version)} at first, then {amount(sizes.patch or sizes.version)} a step"
+    return f"{data_size(sizes.base + sizes.version)} at first, then {data_size(sizes.patch or sizes.version)} a step"
 
 
 def _size() -> Iterator[DoctorLine]:

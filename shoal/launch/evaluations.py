@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.config import RunConfig
-from shoal.evaluation_files import AFTER, BEFORE, Heldout, read_heldout, results_in, version_of
+from shoal.evaluation_files import AFTER, BEFORE, Evaluation, read_evaluation, results_in, version_of
 from shoal.launch.role_process import RoleProcess
 from shoal.run_folder import RunFolder
 
@@ -71,13 +71,13 @@ class Evaluations:
         """An evaluation that failed, if any."""
         return next((process for process in self.processes if process.state == "given up"), None)
 
-    def results(self) -> tuple[tuple[str, Heldout], ...]:
+    def results(self) -> tuple[tuple[str, Evaluation], ...]:
         """What has been measured, oldest version first."""
         return results_in(self._folder.evaluations)
 
     def _known(self, name: str) -> bool:
         started = any(process.name == f"evaluate-{name}" for process in self.processes)
-        return started or read_heldout(self._folder.evaluations / f"{name}.json") is not None
+        return started or read_evaluation(self._folder.evaluations / f"{name}.json") is not None
 
     def _begin(self, name: str, checkpoint: Path, one_in: int = 1) -> None:
         out = self._folder.evaluations / f"{name}.json"

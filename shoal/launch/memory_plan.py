@@ -6,7 +6,6 @@ cannot be on a GPU together may be there one after another (`roles/node/device_q
 """
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +18,12 @@ from shoal.config import RunConfig
 from shoal.engine.memory_estimate import AnyNeeds, Needs, adapter_bytes, needs_of_spec, played_on_gpu, scored_on_gpu
 from shoal.envs.evaluate import BATCH
 from shoal.errors import StateError
+from shoal.humanize import data_size
 from shoal.models.config import ModelConfig
 from shoal.models.device import AUTO, CPU, MPS, take_device
 from shoal.models.hf_config import HFConfig
 from shoal.models.open_model import sized_spec_of
 from shoal.models.parameter_counts import adapter_parameters_of, parameters_of
-from shoal.plan import units
 from shoal.plan.sizes import quota_mb_of, sizes_of
 from shoal.protocol.algorithm_config import judge_named, needs_critic, needs_reference
 from shoal.protocol.constants import COMPLETIONS
@@ -221,8 +220,8 @@ def demand_quota(config: RunConfig) -> None:
     kept = "of all versions" if storage.retain == "all" else "that its nodes may still need"
     instead = ', or storage.retain = "window"' if storage.retain == "all" else ""
     raise StateError(
-        f"storage.quota_mb = {storage.quota_mb}, and this run keeps {units.amount(sizes.needed_blobs)}, of which "
-        f"{units.amount(sizes.least_blobs)} are weights {kept} ({units.amount(sizes.version)} each): above the quota no "
+        f"storage.quota_mb = {storage.quota_mb}, and this run keeps {data_size(sizes.needed_blobs)}, of which "
+        f"{data_size(sizes.least_blobs)} are weights {kept} ({data_size(sizes.version)} each): above the quota no "
         f"worker gets a lease, so it would wait for ever. Set storage.quota_mb = {quota_mb_of(sizes)} or more{instead}"
     )
 
@@ -233,8 +232,8 @@ def demand_disk(config: RunConfig, root: Path, with_workers: bool) -> None:
     need, free = disk_of(config, Path(), with_workers) - held, free_below(root)
     if need > free:
         raise StateError(
-            f"this run needs about {amount(need)} of disk in {root}, and {amount(free)} are free: free some space, give "
-            "--out on another disk, lower storage.quota_mb or storage.window_steps by --set, or raise "
+            f"this run needs about {data_size(need)} of disk in {root}, and {data_size(free)} are free: free some space, "
+            "give --out on another disk, lower storage.quota_mb or storage.window_steps by --set, or raise "
             "storage.checkpoint_every"
         )
 
@@ -279,15 +278,15 @@ class MemoryReport(NamedTuple):
         """How much is needed, and what for."""
         ordered = sorted(self.roles, key=lambda role: -role.on(self.device))
         parts = [part for part in ordered[0].parts if part.size > self.need / 100]
-        first = ", ".join(f"{part.name} {amount(part.size)}" for part in parts)
+        first = ", ".join(f"{part.name} {data_size(part.size)}" for part in parts)
         others = "".join(
-            f"; {role.name} {amount(role.on(self.device))}" for role in ordered[1:] if role.on(self.device)
+            f"; {role.name} {data_size(role.on(self.device))}" for role in ordered[1:] if role.on(self.device)
         )
         where = "" if self.device == CPU else f" on {self.device}"
         how = " with one process at a time" if self.shared else ""
         return (
-            f"this run needs about {amount(self.need)} of memory{where}{how}, and {amount(self.free)} are free: "
-            f"{ordered[0].name} {amount(ordered[0].on(self.device))} ({first}){others}"
+            f"this run needs about {data_size(self.need)} of memory{where}{how}, and {data_size(self.free)} are free: "
+            f"{ordered[0].name} {data_size(ordered[0].on(self.device))} ({first}){others}"
         )
 
 
@@ -359,7 +358,7 @@ def _advice(config: RunConfig, spec: ModelConfig | HFConfig, left: int) -> str:
     if keys and not fit.missing:
         return f"It fits with {keys}"
     return (
-        f"{f'Set {keys} and f' if keys else 'F'}ree {amount(fit.missing)}, lower train.microbatch_tokens, "
+        f"{f'Set {keys} and f' if keys else 'F'}ree {data_size(fit.missing)}, lower train.microbatch_tokens, "
         "rollouts.block_rollouts or eval.rows, start fewer processes, or take a smaller policy"
     )
 
@@ -371,8 +370,3 @@ def free_on(device: str) -> int:
     import torch
 
     return int(torch.cuda.get_device_properties(0).total_memory)
-
-
-def amount(size: float) -> str:
-    """Bytes in words."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{math.ceil(max(0, size) / 1e6)} MB"

@@ -12,12 +12,12 @@ import msgspec
 from shoal.config import RunConfig
 from shoal.config.load import resolve_path
 from shoal.errors import ConfigError, StateError
+from shoal.humanize import count
 from shoal.launch.memory_plan import demand_fit
 from shoal.launch.preflight import demand_computable
 from shoal.launch.sizing import resolve_sizes
 from shoal.models.parameter_counts import parameters_of
 from shoal.models.random_model import demand_shape, make_shaped
-from shoal.plan.units import count
 from shoal.run_folder import RunFolder
 
 

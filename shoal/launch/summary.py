@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from shoal.config import RunConfig, preset_lr
 from shoal.errors import ShoalError, StateError, cause_of
-from shoal.evaluation_files import AFTER, BEFORE, read_heldout
+from shoal.evaluation_files import AFTER, BEFORE, Evaluation, Transcript, read_evaluation
 from shoal.launch.role_process import RoleUsage, own_use
 from shoal.launch.sizing import first_spec, learned_parameters_of
 from shoal.ledger.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
@@ -82,7 +82,7 @@ class UsageBook:
 
 def write_summary(folder: RunFolder, config: RunConfig, snapshot: RunStatus, usage: UsageBook) -> RunEnd:
     """Gather the figures of a run that has ended, write summary.json, and return them for the last table."""
-    before, after = (_evaluation(folder.evaluations / f"{when}.json") for when in ("before", "after"))
+    before, after = (read_evaluation(folder.evaluations / f"{when}.json") for when in (BEFORE, AFTER))
     staleness: Counter[str] = Counter()
     for line in snapshot.metrics:
         ages = line.get("staleness_rollouts")
@@ -93,7 +93,7 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: RunStatus, usa
     own = own_keys(folder, (f"worker-{i}" for i in range(config.workers.count))).values()  # guard: role-by-key
     roles = dict.fromkeys(own if snapshot.cheaters else (), "honest") | dict.fromkeys(snapshot.cheaters, "cheating")
     summary = {
-        "heldout": {"before": _interval(before), "after": _interval(after)},
+        "heldout": {"before": _figures(before), "after": _figures(after)},
         "steps": snapshot.step,
         "tokens": sum(node.credits for node in snapshot.nodes),
         "accepted": snapshot.status.accepted,
@@ -119,9 +119,9 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: RunStatus, usa
         folder.root,
         snapshot,
         config.envs,
-        _games(after or {}, config),
+        _games(after, config),
         called,
-        _diagnosis(folder, config, snapshot, after),
+        _diagnosis(folder, config, snapshot, before, after),
         fault=fault,
     )
 
@@ -140,7 +140,7 @@ def _troubles(log: Path) -> tuple[int, str, str]:
 
 
 def _diagnosis(
-    folder: RunFolder, config: RunConfig, snapshot: RunStatus, after: dict[str, Any] | None
+    folder: RunFolder, config: RunConfig, snapshot: RunStatus, before: Evaluation | None, after: Evaluation | None
 ) -> tuple[str, ...]:
     spec, rollouts = first_spec(folder, config), config.rollouts
     preset = preset_lr(learned_parameters_of(spec, config)) if spec else 0.0
@@ -155,11 +155,10 @@ def _diagnosis(
         config.train.updates_per_batch,
         bool(moving),
     )
-    first, last = (read_heldout(folder.evaluations / f"{when}.json") for when in (BEFORE, AFTER))
     endings = Counter[str]()
-    for one in (after or {}).get("envs", {"": after or {}}).values():
-        endings.update(one.get("endings", {}))
-    return tuple(as_called(line, folder.root) for line in diagnose(snapshot.metrics, setup, first, last, endings))
+    for one in () if after is None else after.envs.values() or (after,):
+        endings.update(one.endings)
+    return tuple(as_called(line, folder.root) for line in diagnose(snapshot.metrics, setup, before, after, endings))
 
 
 def influence_shares(workers: Sequence[NodeState], called: Mapping[str, str]) -> dict[str, float]:
@@ -169,28 +168,16 @@ def influence_shares(workers: Sequence[NodeState], called: Mapping[str, str]) ->
     return {called[node.key]: node.influence / total if total else 0.0 for node in workers}
 
 
-def _evaluation(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes())
-        return found if isinstance(found, dict) else None
-    except (OSError, ValueError):
-        return None
-
-
-def _interval(evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
+def _figures(one: Evaluation | None) -> dict[str, Any] | None:
     """The main figures, with what the mean is of, the first fault, and the means of the reward's parts and of metrics if
     there are any; if there are several environments, those of each, too."""
-    if not evaluation:
+    if one is None:
         return None
-    figures = {key: evaluation.get(key) for key in ("mean", "low95", "high95", "episodes")} | {
-        "faults": evaluation.get("faults", 0)
-    }
-    figures |= {key: named for key in ("measure", "fault", "parts", "metrics") if (named := evaluation.get(key))}
-    envs = {label: _interval(one) for label, one in evaluation.get("envs", {}).items()}
-    return figures | ({"envs": envs} if envs else {})
+    figures = {key: getattr(one, key) for key in ("mean", "low95", "high95", "episodes", "faults")}
+    figures |= {key: value for key in ("measure", "fault", "parts", "metrics") if (value := getattr(one, key))}
+    return figures | ({"envs": {label: _figures(part) for label, part in one.envs.items()}} if one.envs else {})
 
 
-def _games(evaluation: dict[str, Any], config: RunConfig) -> tuple[tuple[str, dict[str, Any]], ...]:
-    by_label = evaluation.get("envs") or {config.envs[0].label: evaluation}
-    samples = config.eval.samples
-    return tuple((label, game) for label, one in by_label.items() for game in one.get("transcripts", ())[:samples])
+def _games(one: Evaluation | None, config: RunConfig) -> tuple[tuple[str, Transcript], ...]:
+    by_label = {} if one is None else one.envs or {config.envs[0].label: one}
+    return tuple((label, game) for label, part in by_label.items() for game in part.transcripts[: config.eval.samples])

@@ -42,6 +42,7 @@ from shoal.launch.summary import UsageBook, write_summary
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import IN_A_NEW_RUN, no_signal_remedy
 from shoal.ledger.run import NO_SIGNAL
+from shoal.metrics import MetricsTail, step_of
 from shoal.models.hub_download import Hub
 from shoal.monitors import advice
 from shoal.protocol.constants import COMPLETIONS
@@ -49,7 +50,7 @@ from shoal.protocol.hub_reference import is_hub
 from shoal.run_folder import RunFolder
 from shoal.runs.conversation import NewestSample, Samples, flat_samples, newest_refusal, why_flat, why_paused
 from shoal.runs.log import creation_of
-from shoal.runs.run_status import USAGE, CoordinatorWatch, MetricsWatch, RunStatus, own_keys, suspended_process
+from shoal.runs.run_status import USAGE, CoordinatorWatch, RunStatus, own_keys, suspended_process
 from shoal.terminal import as_called, command, say
 from shoal.views.terminal.end_screen import plain_end, render_end, save_picture
 from shoal.views.terminal.live_view import LiveView, RunView, render
@@ -148,7 +149,7 @@ class LocalRun:
         self._view = LoggingView(view, folder.logs / "launcher.log", config.logging.format)
         self._found = found
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
-        self._metrics = MetricsWatch(folder.metrics)
+        self._metrics = MetricsTail(folder.metrics)
         self._alarms = AlarmWatch(folder, config)
         self._first, self._limits_said = advice.StartWarnings(), False
         self._nodes, self._is_stopping = NodesWatch(), False
@@ -232,8 +233,8 @@ class LocalRun:
         return "" if self.stop_requests else self._watch.url()
 
     def _start_notice(self) -> str:
-        done = self._metrics.read()
-        reads = f": it reads the log of the {int(done[-1]['step']) + 1} steps so far" if done else ""
+        done = self._metrics.lines()
+        reads = f": it reads the log of the {step_of(done[-1]) + 1} steps so far" if done else ""
         return f"starting the coordinator{reads if self._folder.log.exists() else ''}"
 
     def _start_others(self, url: str) -> None:
@@ -305,7 +306,7 @@ class LocalRun:
             status=msgspec.structs.replace(status, waiting_for=waiting_for),
             url=self._watch.url(),
             elapsed_s=self._usage.wall_s(),
-            metrics=self._metrics.read(),
+            metrics=self._metrics.lines(),
             nodes=tuple(sorted(self._watch.nodes(), key=lambda node: node.name)),
             cheaters=self._alarms.announced(),
             heldout=self._evaluations.results(),

@@ -1,5 +1,6 @@
 """What a run is, how far it is, what it waits for, and its nodes, as messages of the wire: all follow from the state."""
 
+from shoal.humanize import duration
 from shoal.ledger.batch_selection import blocks_in_the_way, groups_in_flight, is_settled, next_members, usable
 from shoal.ledger.batches import groups_beyond_share
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
@@ -12,7 +13,6 @@ from shoal.ledger.lease_granting import without_signal
 from shoal.ledger.records import NodeRecord
 from shoal.ledger.run import NO_SIGNAL
 from shoal.ledger.state import State
-from shoal.ledger.validator_turns import duration_text
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_NODES, PROTOCOL_VERSION
 
@@ -74,7 +74,7 @@ def waiting_after_lapses(state: State, now: float) -> str:
     num = len(left_s)
     return (
         f"; {num} of {len(here)} workers {'waits' if num == 1 else 'wait'} for a lease, because theirs lapsed in a row: "
-        f"the first {duration_text(min(left_s))} more at most"
+        f"the first {duration(min(left_s))} more at most"
     )
 
 

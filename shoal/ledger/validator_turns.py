@@ -10,6 +10,7 @@ validator that misses turns, or takes longer than that, is skipped for a while. 
 
 from collections.abc import Mapping, Sequence
 
+from shoal.humanize import duration
 from shoal.ledger.per_event_cache import once_per_event
 from shoal.ledger.records import NodeRecord, SubmissionRecord
 from shoal.ledger.state import State
@@ -124,9 +125,7 @@ def overdue_verdicts(state: State, now: float, since: float, entered: Mapping[st
     if not waiting:
         return ""
     found = overdue(state, now, since, entered).items()
-    named = [
-        f"{state.members[key].name} ({key[:12]}) silent for {duration_text(silence_s)}" for key, silence_s in found
-    ]
+    named = [f"{state.members[key].name} ({key[:12]}) silent for {duration(silence_s)}" for key, silence_s in found]
     if not state.judges() and now - max(waiting[0].judged_at, since) > state.rules.lease_s:
         named = [f"{state.members[key].name} ({key[:12]}) left" for key in state.panel()]
     return ", ".join(named)
@@ -185,9 +184,4 @@ def slow_check(state: State, now: float, since: float, entered: Mapping[str, flo
     member = state.members[key]
     took_s = now - max(idle_since(member, submission, begins), since, (entered or {}).get(key, 0.0))
     usual_s = slack_s(state) / state.law.turn_checks
-    return f"{member.name} ({key[:12]}) has the check for {duration_text(took_s)}" if took_s > usual_s else ""
-
-
-def duration_text(seconds: float) -> str:
-    """Such as 90 s, 3 min."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{member.name} ({key[:12]}) has the check for {duration(took_s)}" if took_s > usual_s else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.config import RunConfig, WorkersConfig, preset_lr
 from shoal.config.validate_algorithm import MIN_STEP_ROLLOUTS, lr_misfit
-from shoal.evaluation_files import Heldout, why_not_comparable
+from shoal.evaluation_files import Evaluation, why_not_comparable
 from shoal.ledger.run import RunCreated
 from shoal.monitors.diagnosis import MIN_GROUP_ROLLOUTS, SOLVED, UNSOLVED
 from shoal.monitors.inputs import is_number
@@ -139,7 +139,7 @@ class StartWarnings:
         """What to change so that tasks can begin, as far as it was said."""
 
     def look(
-        self, before: Heldout | None, metrics: Sequence[Mapping[str, Any]], flat_groups: int, flat_reward: float,
+        self, before: Evaluation | None, metrics: Sequence[Mapping[str, Any]], flat_groups: int, flat_reward: float,
         why_flat: Callable[[], str] = str,
     ) -> list[str]:  # fmt: skip
         """New advice. `before` is the first policy's evaluation; `flat_groups` were accepted in a row without signal.
@@ -188,7 +188,7 @@ def refused_warning(refused: Mapping[str, int], submissions: int, detail: str) -
     )
 
 
-def success_rate_warning(before: Heldout) -> list[str]:
+def success_rate_warning(before: Evaluation) -> list[str]:
     """Advice on a first policy that wins nearly all held-out tasks."""
     return [
         f"The first policy already wins {one.mean:.0%} of the held-out tasks{f' of {label}' if label else ''}: little is "

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from shoal.config.validate_algorithm import MIN_STEP_ROLLOUTS, lr_misfit
-from shoal.evaluation_files import Heldout, interval_of, why_not_comparable
+from shoal.evaluation_files import Evaluation, interval_of, why_not_comparable
 from shoal.monitors.inputs import is_number
 from shoal.monitors.learning import began_below_limit
 from shoal.terminal import docs_page
@@ -66,8 +66,8 @@ class LearningSetup:
 def diagnose(
     lines: Sequence[Mapping[str, Any]],
     setup: LearningSetup,
-    before: Heldout | None = None,
-    after: Heldout | None = None,
+    before: Evaluation | None = None,
+    after: Evaluation | None = None,
     endings: Mapping[str, int] | None = None,
 ) -> tuple[str, ...]:
     """Sentences about a run that ended without a gain: what it reached, then each cause that shows with its remedy.
@@ -95,7 +95,7 @@ def diagnose(
     )
 
 
-def _heldout(before: Heldout | None, after: Heldout | None) -> tuple[int, str] | None:
+def _heldout(before: Evaluation | None, after: Evaluation | None) -> tuple[int, str] | None:
     """1 or -1 if held-out results rose or fell by more than their noise, else 0; and what they were."""
     first, last = interval_of(before), interval_of(after)
     if before is None or after is None or first is None or last is None or why_not_comparable(before, after):

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from shoal.config import RunConfig
 from shoal.errors import ConfigError
+from shoal.humanize import count, duration
 from shoal.ledger.batch_selection import groups_a_worker
 from shoal.plan.machines import Machines
 from shoal.plan.simulate import simulate
 from shoal.plan.simulation_input import Outcome, SimulationInput, Stalled, WorkerMachine
 from shoal.plan.sizes import TOKEN_BYTES, Sizes, UnknownShape, sizes_of
-from shoal.plan.units import count, duration
 from shoal.protocol.algorithm_config import vine_of
 from shoal.protocol.branching import work_of_block
 from shoal.protocol.messages import Rules

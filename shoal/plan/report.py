@@ -2,24 +2,24 @@
 
 from collections.abc import Iterator
 
+from shoal.humanize import count, data_size, duration
 from shoal.plan.forecast import BUSY_SHARE, Forecast, fetched_bytes, fewest_of_share, has_patches, period_s
 from shoal.plan.machines import Machines
 from shoal.plan.simulation_input import Outcome
 from shoal.plan.sizes import quota_mb_of
-from shoal.plan.units import amount, count, duration, link
 
 
 def report(found: Forecast, machines: Machines) -> str:
     """A line for each thing that is planned."""
     sizes, setting = found.sizes, found.setting
-    patch = f", {amount(sizes.patch)} as a patch" if sizes.patch else ""
+    patch = f", {data_size(sizes.patch)} as a patch" if sizes.patch else ""
     exact = "" if sizes.is_exact else " (of the weights alone)"
     who = "all workers have" if len(setting.workers) > 1 else "the worker has"
     lines = [
-        f"version    {amount(sizes.version)} whole{patch}; {count(sizes.parameters)} parameters",
-        f"memory     a worker {amount(sizes.worker_memory)}, a validator {amount(sizes.validator_memory)}{exact}; the "
-        f"trainer {amount(sizes.trainer_memory)} and its activations; each beside Python and torch",
-        f"disk       a worker {amount(sizes.worker_disk)}; the host {amount(sizes.host_disk)}",
+        f"version    {data_size(sizes.version)} whole{patch}; {count(sizes.parameters)} parameters",
+        f"memory     a worker {data_size(sizes.worker_memory)}, a validator {data_size(sizes.validator_memory)}{exact}; "
+        f"the trainer {data_size(sizes.trainer_memory)} and its activations; each beside Python and torch",
+        f"disk       a worker {data_size(sizes.worker_disk)}; the host {data_size(sizes.host_disk)}",
         f"broadcast  {duration(found.fetch_s)} until {who} a version{' by its patch' if has_patches(setting) else ''}, "
         "loaded, if all fetch at once",
     ]
@@ -35,8 +35,8 @@ def report(found: Forecast, machines: Machines) -> str:
 
 def _simulated(outcome: Outcome) -> list[str]:
     return [
-        f"bytes      the host sends {amount(outcome.origin_bytes)} for each step; a worker fetches "
-        f"{amount(outcome.worker_bytes)}",
+        f"bytes      the host sends {data_size(outcome.origin_bytes)} for each step; a worker fetches "
+        f"{data_size(outcome.worker_bytes)}",
         f"step       {duration(outcome.step_s)} from version to version; the trainer waits for rollouts "
         f"{outcome.idle_share:.0%} of its time",
         f"staleness  {outcome.staleness:.2f} versions on average; a worker has a version {duration(outcome.lag_s)} after "
@@ -100,7 +100,7 @@ def _notes(found: Forecast) -> Iterator[str]:
         yield note
     if setting.relays_up and has_patches(setting) and setting.anchor_every == 1:
         yield (
-            f"every version is published whole, too, so each relay fetches {amount(setting.full_bytes)} for each: "
+            f"every version is published whole, too, so each relay fetches {data_size(setting.full_bytes)} for each: "
             "storage.anchor_every = 16 makes that rare"
         )
 
@@ -110,8 +110,8 @@ def _quota_note(found: Forecast) -> str:
     if needed <= found.quota_mb * 1e6:
         return ""
     return (
-        f"the host must keep {amount(needed)} for its nodes, and storage.quota_mb is {found.quota_mb}: above it, no worker "
-        f"gets work. Set it to {quota_mb_of(found.sizes)} or more"
+        f"the host must keep {data_size(needed)} for its nodes, and storage.quota_mb is {found.quota_mb}: above it, no "
+        f"worker gets work. Set it to {quota_mb_of(found.sizes)} or more"
     )
 
 
@@ -138,8 +138,13 @@ def summary(found: Forecast, machines: Machines) -> str:
     """Two lines for somebody who starts a run; a third one if its disk quota is too small."""
     setting, note = found.setting, _quota_note(found)
     return (
-        f"Plan: a worker fetches {amount(fetched_bytes(setting))} for each version, and needs "
-        f"{amount(found.sizes.worker_memory)} of memory beside Python and torch, and {amount(found.sizes.worker_disk)} of "
-        f"disk.\n{_in_short(found)}. `shoal plan` reckons with your own speeds and links."
-        + (f"\nBut {note}." if note else "")
+        f"Plan: a worker fetches {data_size(fetched_bytes(setting))} for each version, and needs "
+        f"{data_size(found.sizes.worker_memory)} of memory beside Python and torch, and "
+        f"{data_size(found.sizes.worker_disk)} of disk.\n"
+        f"{_in_short(found)}. `shoal plan` reckons with your own speeds and links." + (f"\nBut {note}." if note else "")
     )
+
+
+def link(mbps: float) -> str:
+    """The speed of a link."""
+    return f"{mbps:g} Mb/s" if mbps else "no limit of the link"

@@ -21,6 +21,7 @@ from shoal.chat.renderer import Renderer
 from shoal.env import Env
 from shoal.envs.load import files_needed
 from shoal.errors import ConfigError, NothingYet, Overreach, ShoalError, StateError
+from shoal.evaluation_files import Evaluation, evaluations_of
 from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
 from shoal.ledger.event import GENESIS, Entry, event_hash
 from shoal.ledger.log.check import FAULTS
@@ -32,11 +33,11 @@ from shoal.ledger.status import node_state, status_of
 from shoal.ledger.verdict_decisions import is_final
 from shoal.ledger.verdicts import Decision
 from shoal.ledger.versions import CheckpointPublished
+from shoal.metrics import MetricsLine, step_of
 from shoal.net.key_files import load_key
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import WireError, digest, from_msgpack
 from shoal.run_folder import RunFolder, is_locked, is_url
-from shoal.runs.evaluations import HeldOut, read_heldout
 from shoal.runs.public_run import EVENT_BYTES, EVENT_COPIES, is_full
 from shoal.runs.rollouts import (
     ReadGroup,
@@ -49,7 +50,7 @@ from shoal.runs.rollouts import (
     replay,
     with_faults,
 )
-from shoal.runs.source import FolderSource, UrlSource, Value, step_of
+from shoal.runs.source import FolderSource, UrlSource
 from shoal.weights.manifest import open_manifest
 from shoal.weights.memory_limit import share_of_free_mb
 
@@ -328,11 +329,11 @@ class RunReader:
         """The number of the newest event that there is, as far as anyone says; -1 if nobody does."""
         return self._wait(self.source.newest)
 
-    def new_metrics(self) -> list[dict[str, Value]]:
+    def new_metrics(self) -> list[MetricsLine]:
         """Lines of metrics that are new since the last call, or repeat a step after a kill: the later line counts."""
         return self._wait(self.source.new_metrics)
 
-    def metrics(self, after: int = -1) -> list[dict[str, Value]]:
+    def metrics(self, after: int = -1) -> list[MetricsLine]:
         """One line of metrics for each step above `after`, in order."""
         return [line for line in self._wait(self.source.all_metrics) if step_of(line) > after]
 
@@ -371,11 +372,11 @@ class RunReader:
         keys = self.state.publishers
         return open_manifest(data, run=self.run, keys=keys, now=None, version=version, root=record.root)
 
-    def evaluations(self) -> list[HeldOut]:
+    def evaluations(self) -> list[Evaluation]:
         """Evaluations so far, by version; that of the final one once the run's end was read. Transcripts of held-out tasks
         come only with what is private."""
         newest = self.state.main.version if self.state.phase == "ended" else None
-        return read_heldout(self.evaluation_files(), newest, self.shows_private())
+        return evaluations_of(self.evaluation_files(), newest, self.shows_private())
 
     def evaluation_files(self) -> dict[str, bytes]:
         """Evaluations by name, as they were written; none of a URL."""

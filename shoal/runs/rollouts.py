@@ -1,6 +1,6 @@
 """A group as people read it: its rollouts in turns, with the text, log-probs and advantages of the tokens.
 
-Pure: bytes, the state and a tokenizer in, values out. The bytes are a stranger's, and a validator that lies may have
+Bytes, the state and a tokenizer in, values out. The bytes are a stranger's, and a validator that lies may have
 accepted anything, so rollouts with a flaw are told and not decoded. Texts are as the policy and the environment wrote them:
 any characters, controls included. Code that shows them must escape them.
 
@@ -32,6 +32,9 @@ from shoal.protocol.rollout_validation import flaw_of
 from shoal.train.token_advantages import credit
 
 Author = Literal["environment", "policy"]
+
+ANSWER_TURNS = 32
+"""Of an answer, so many turns at most."""
 
 MAX_TOKENS = 1 << 21
 """Most tokens of a group that are decoded: a stranger's may have more than fit into memory."""

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,9 +15,9 @@ import psutil
 
 from shoal.alarms import Alarm
 from shoal.errors import StateError
-from shoal.evaluation_files import Heldout
+from shoal.evaluation_files import Evaluation
 from shoal.ledger.hints import IS_STOPPED
-from shoal.metrics import pace_of, read_metrics
+from shoal.metrics import pace_of
 from shoal.net.key_files import load_key
 from shoal.net.server_process import local_url, reader_url, told_address
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
@@ -105,7 +105,7 @@ class RunStatus:
     nodes: tuple[NodeState, ...] = ()
     cheaters: frozenset[str] = frozenset()
     """Keys of the workers that were started to cheat."""
-    heldout: tuple[tuple[str, Heldout], ...] = ()
+    heldout: tuple[tuple[str, Evaluation], ...] = ()
     """Evaluations so far, oldest first, each with its policy version."""
     restarts: dict[str, int] = field(default_factory=dict)
     """By role; roles that were never restarted are left out."""
@@ -174,22 +174,6 @@ def names_apart(nodes: Iterable[NodeState], most: int = 0) -> dict[str, str]:
     times = Counter(name for names in named.values() for name in {*names})
     # guard: name-means-one-node
     return {key: next((name for name in names if times[name] == 1), key) for key, names in named.items()}
-
-
-class MetricsWatch:
-    """Follows metrics.jsonl: it is read again when it has grown."""
-
-    def __init__(self, path: Path, read: Callable[[Path], Iterable[dict[str, Any]]] = read_metrics) -> None:
-        self._path, self._read = path, read
-        self._size_bytes = -1
-        self._lines: tuple[dict[str, Any], ...] = ()
-
-    def read(self) -> tuple[dict[str, Any], ...]:
-        """One table for each training step so far, oldest first."""
-        size_bytes = self._path.stat().st_size if self._path.exists() else 0
-        if size_bytes != self._size_bytes:
-            self._size_bytes, self._lines = size_bytes, tuple(self._read(self._path))
-        return self._lines
 
 
 class CoordinatorWatch:

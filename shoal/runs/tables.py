@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet, Overreach, StateError
+from shoal.evaluation_files import Evaluation
 from shoal.ledger.event import Body, Entry
 from shoal.ledger.leases import LeaseLapsed
 from shoal.ledger.records import NodeRecord
@@ -21,7 +22,6 @@ from shoal.ledger.verdicts import VerdictGiven
 from shoal.metrics import METRICS
 from shoal.protocol.constants import MAX_NODES
 from shoal.protocol.group_rewards import without_faults
-from shoal.runs.evaluations import HeldOut
 from shoal.runs.event_text import sentence_of
 from shoal.runs.replay import RunReader, slot_of, standing_of
 
@@ -163,7 +163,7 @@ def _evaluations(run: RunReader) -> Iterator[Row]:
         yield from (_heldout(one, part, label) for label, part in one.envs.items())
 
 
-def _heldout(whole: HeldOut, one: HeldOut, label: str) -> Row:
+def _heldout(whole: Evaluation, one: Evaluation, label: str) -> Row:
     return {
         "name": whole.name, "version": whole.version, "env": label, "mean": one.mean, "low95": one.low95,
         "high95": one.high95, "episodes": one.episodes, "faults": one.faults, "measure": one.measure, "tasks": one.tasks,
@@ -172,7 +172,7 @@ def _heldout(whole: HeldOut, one: HeldOut, label: str) -> Row:
     }  # fmt: skip
 
 
-def judged(one: HeldOut | None) -> tuple[float | None, float | None, float | None]:
+def judged(one: Evaluation | None) -> tuple[float | None, float | None, float | None]:
     """The mean and the interval that a held-out judge gives an evaluation; three times None without one."""
     judge = one and one.judge
     return (judge.mean, judge.low95, judge.high95) if judge is not None else (None, None, None)

@@ -1,21 +1,28 @@
 """A run at a URL, as anyone may see it: its status, its nodes and its metrics, asked for without a key.
 
 All of it is a stranger's: each answer is limited and parsed, and what is kept of it is numbers of known names and short
-texts. A host that serves no metrics shows less: the time of a step is then what the watcher saw.
+texts.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable
-from math import isfinite
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.errors import NothingYet, PeerError
-from shoal.metrics import HEADLINE_METRICS, declared
+from shoal.metrics import (
+    FIGURES,
+    MAX_LINE_BYTES,
+    MAX_NAMES,
+    MAX_NUMBER,
+    MetricsLine,
+    clean_metrics,
+    is_figure,
+    step_of,
+)
 from shoal.net.client import Client, PeerRefused
-from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
+from shoal.protocol.constants import CHAIN_LENGTH, MAX_NODES
 from shoal.protocol.messages import NodeState, Status
 from shoal.runs.redact import alarm_of
 from shoal.runs.run_status import NO_STATUS, PAGING_SHARE, RunStatus
@@ -25,26 +32,89 @@ ENDED = "the run has ended, and its host no longer answers"
 ANSWER_S = 5.0
 """How long to wait for one answer."""
 
-MOST_STEPS, MOST_NODES = 20_000, 20_000
-"""Of a run's newest steps and of its nodes, so many are kept."""
+MOST_NODES = 20_000
 
 PAGES_AT_ONCE = 8
-"""Pages of metrics that are asked for in one look: a run of 20,000 steps is read in several."""
+"""Pages of metrics that are asked for in one look: a long run is read in several."""
 
 MOST_VALUES, MOST_NAMES = 400_000, 120
 """Of all steps that are kept: figures (about 40 MB), and different names of them."""
 
-SHOWN = {name for _, name, _ in HEADLINE_METRICS} | {
-    "step", "time_s", "step_s", "policy_tokens", "reward_mean", "draw_weight", "staleness_rollouts",
+SHOWN = {
+    *FIGURES, "step", "time_s", "step_s", "policy_tokens", "reward_mean", "draw_weight", "staleness_rollouts",
     "fault_rollouts",
 }  # fmt: skip
 """Figures that a view shows, by the part of their names before a slash: no others are kept."""
 
-MOST_KEYS, MOST_LABEL_CHARS = 200, 100
-"""Of one line of metrics."""
+MAX_LABEL_CHARS = 100
+"""Of a check, as the reason of refusals."""
 
-MOST_NUMBER = 10**15
-"""Larger numbers of a stranger count as this."""
+OVERLAP_STEPS = 16
+"""Newest steps whose metrics are asked for again: a trainer that was killed repeats some."""
+
+MOST_METRICS_BYTES = 1 << 27
+"""Of all metrics that a URL serves: 16 kB a step of the longest run."""
+
+
+class MetricsPages:
+    """The metrics that a URL serves, page by page. Of a step that comes again with other figures, the later line counts."""
+
+    def __init__(self, client: Client, overlap_steps: int = OVERLAP_STEPS, deadline_s: float = ANSWER_S) -> None:
+        """`overlap_steps`: so many of the newest steps are asked for again each time."""
+        self._client, self._overlap_steps, self._deadline_s = client, overlap_steps, deadline_s
+        self._newest = -1
+        self._recent: dict[int, bytes] = {}
+        """The lines that came last, by step."""
+        self._steps, self._bytes, self._names = set[int](), 0, set[str]()
+
+    async def new(self) -> list[MetricsLine]:
+        """The lines of the next page, in order of step; empty at the end. Raises `PeerError`."""
+        lines, size = await self._page(self._newest - self._overlap_steps)
+        if lines and max(lines) < self._newest:  # the page ended within what is known
+            more, more_size = await self._page(self._newest)
+            lines, size = lines | more, size + more_size
+        news = [line for step, (raw, line) in lines.items() if self._recent.get(step) != raw]
+        if news:
+            known = (len(raw) for step, (raw, _) in lines.items() if self._recent.get(step) == raw)
+            self._count(news, size - sum(known))
+        self._recent |= {step: raw for step, (raw, _) in lines.items()}
+        self._newest = max([self._newest, *self._recent])
+        oldest = self._newest - 2 * self._overlap_steps
+        self._recent = {step: raw for step, raw in self._recent.items() if step > oldest}
+        return news
+
+    async def all(self) -> list[MetricsLine]:
+        """The lines of all pages, in order of step. Raises `PeerError`."""
+        lines = list[MetricsLine]()
+        while new := await self.new():
+            lines += new
+        return lines
+
+    async def _page(self, after: int) -> tuple[dict[int, tuple[bytes, MetricsLine]], int]:
+        """A page in order of step, each as it came and cleaned; and how many bytes it came in."""
+        path = f"/v1/metrics?after={max(-1, after)}"
+        page = await self._client.get(path, cap=MAX_LINE_BYTES, deadline_s=self._deadline_s)
+        lines = {step_of(line): (raw, line) for raw in page.splitlines() if (line := decoded_line(raw)) is not None}
+        return {step: lines[step] for step in sorted(lines) if step > after}, len(page)  # guard: metrics-go-forward
+
+    def _count(self, lines: Sequence[MetricsLine], size: int) -> None:
+        """Count lines, and the bytes in which they came, so that no stranger fills memory or disk with them."""
+        self._steps.update(map(step_of, lines))
+        self._bytes += size
+        self._names.update(name for line in lines for name in line)
+        url = self._client.base_url
+        if self._bytes > MOST_METRICS_BYTES or len(self._names) > MAX_NAMES:  # guard: metrics-of-a-url-fit
+            raise PeerError(f"{url} serves more metrics than a run has: {len(self._names)} names, {self._bytes} bytes")
+        if len(self._steps) > 2 * CHAIN_LENGTH:  # guard: metrics-of-a-url-end
+            raise PeerError(f"{url} serves metrics of more steps than a run can have ({CHAIN_LENGTH})")
+
+
+def decoded_line(text: bytes) -> MetricsLine | None:
+    """A line of a stranger, cleaned; None if it names no step."""
+    try:
+        return clean_metrics(msgspec.json.decode(text, type=dict[str, Any]))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 class RemoteRun:
@@ -58,12 +128,12 @@ class RemoteRun:
         self._client, self._monotonic = client, monotonic
         self._metrics_every_s, self._nodes_every_s, self._metrics_again_at = metrics_every_s, nodes_every_s, 0.0
         self._status, self._nodes = NO_STATUS, tuple[NodeState, ...]()
-        self._lines: deque[dict[str, Any]] = deque()
+        self._pages = MetricsPages(client, overlap_steps=1)
+        self._lines = dict[int, MetricsLine]()
+        """By step, ascending."""
         self._num_values = 0
         self._names = set(SHOWN)
-        self._has_metrics = True
         self._nodes_again_at = 0.0
-        self._version_at: tuple[int, float] | None = None
         self.trouble = ""
         """Why the newest look got no answer."""
         self.answered_at: float | None = None
@@ -84,7 +154,7 @@ class RemoteRun:
         status = self._status
         return RunStatus(
             name=status.name, out=self._client.base_url, steps=status.steps, status=status, url=self._client.base_url,
-            elapsed_s=self._elapsed_s(), times_steps=True, metrics=tuple(self._lines), nodes=self._nodes,
+            elapsed_s=self._elapsed_s(), times_steps=True, metrics=tuple(self._lines.values()), nodes=self._nodes,
             notice=self.trouble,
             alarms=[*map(alarm_of, status.alarms)],
         )  # fmt: skip
@@ -94,48 +164,31 @@ class RemoteRun:
         if self._monotonic() < self._metrics_again_at:
             return
         self._metrics_again_at = self._monotonic() + self._metrics_every_s
-        for _ in range(PAGES_AT_ONCE if self._has_metrics else 0):
-            last = self._lines[-1]["step"] if self._lines else -1
+        for _ in range(PAGES_AT_ONCE):
             try:
-                page = await self._client.get(f"/v1/metrics?after={last}", cap=MAX_JSON_BYTES, deadline_s=ANSWER_S)
+                new = await self._pages.new()
             except PeerRefused as refused:
-                self._has_metrics = (
-                    refused.code != "no_such_call"
-                )  # an older host  # guard: refused-once-is-not-for-ever
-                self.trouble = str(refused) if self._has_metrics else ""
+                self.trouble = str(refused)
                 break
             except NothingYet:
                 break
-            new = [line for text in page.splitlines() if (line := cleaned_line(text)) is not None]
-            for line in new:
-                if line["step"] > (self._lines[-1]["step"] if self._lines else -1):  # guard: steps-only-rise
-                    self._keep(line)
-            if not new or self._lines[-1]["step"] == last:
+            if not new:
                 break
-        if not self._has_metrics:
-            self._observe_steps()
+            for line in new:
+                self._keep(line)
 
-    def _keep(self, line: dict[str, Any]) -> None:
+    def _keep(self, line: MetricsLine) -> None:
         """Keep what a view shows of a step: a hostile host must not fill the memory of all who joined it."""
         kept = {name: value for name, value in line.items() if name.partition("/")[0] in SHOWN}
         for name in kept:
             if len(self._names) < MOST_NAMES:  # guard: few-names-of-figures
                 self._names.add(name)
         kept = {name: value for name, value in kept.items() if name in self._names}
-        self._lines.append(kept)
-        self._num_values += _size(kept)
-        while len(self._lines) > MOST_STEPS or self._num_values > MOST_VALUES:  # guard: few-figures-are-kept
-            self._num_values -= _size(self._lines.popleft())
-
-    def _observe_steps(self) -> None:
-        """Time the versions that come while we look."""
-        version, now = self._status.version, self._monotonic()
-        if self._version_at is None:
-            self._version_at = (version, now)
-        elif version > self._version_at[0]:
-            before, since = self._version_at
-            self._lines.append({"step": version - 1, "step_s": (now - since) / (version - before)})
-            self._version_at = (version, now)
+        step = step_of(line)
+        self._num_values += _size(kept) - _size(self._lines.get(step, {}))
+        self._lines[step] = kept
+        while self._num_values > MOST_VALUES:  # guard: few-figures-are-kept
+            self._num_values -= _size(self._lines.pop(next(iter(self._lines))))
 
     async def _read_nodes(self) -> None:
         """All nodes, page by page, as seldom as in `CoordinatorWatch`."""
@@ -159,34 +212,13 @@ class RemoteRun:
 
     def _elapsed_s(self) -> float:
         """From the first step to the newest, if all are here."""
-        first, last = (self._lines[0], self._lines[-1]) if self._lines else ({}, {})
-        if first.get("step") != 0 or not {"time_s", "step_s"} <= first.keys() or "time_s" not in last:
+        lines = list(self._lines.values())
+        if not lines or lines[0]["step"] != 0:
             return 0.0
-        return max(0.0, float(last["time_s"] - first["time_s"] + first["step_s"]))
-
-
-def cleaned_line(text: bytes) -> dict[str, Any] | None:
-    """`cleaned_metrics` of a line of text."""
-    try:
-        return cleaned_metrics(msgspec.json.decode(text, type=dict[str, Any]))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def cleaned_metrics(line: dict[str, Any]) -> dict[str, Any] | None:
-    """Metrics of a step with known names and finite numbers only; None if they name no step."""
-    kept: dict[str, Any] = {}
-    for name, value in list(line.items())[:MOST_KEYS]:
-        known = declared(name) is not None and len(name) <= MOST_LABEL_CHARS
-        if known and _is_number(value):  # guard: finite-figures
-            kept[name] = value
-    if not isinstance(kept.get("step"), int) or kept["step"] < 0:
-        return None
-    ages = line.get("staleness_rollouts")
-    if isinstance(ages, dict):
-        good = {a: n for a, n in list(ages.items())[:32] if a.isascii() and a.isdecimal() and len(a) < 7}
-        kept["staleness_rollouts"] = {age: n for age, n in good.items() if _is_number(n) and n >= 0}
-    return kept
+        end_s, first_end_s, took_s = lines[-1].get("time_s"), lines[0].get("time_s"), lines[0].get("step_s")
+        if not (is_figure(end_s) and is_figure(first_end_s) and is_figure(took_s)):
+            return 0.0
+        return max(0.0, end_s - first_end_s + took_s)
 
 
 def cleaned_status(status: Status) -> Status:
@@ -196,7 +228,7 @@ def cleaned_status(status: Status) -> Status:
         status, name=status.name[:200], phase=status.phase[:40], waiting_for=status.waiting_for[:2000],
         waiting_on=status.waiting_on[:40],
         pause_cause=status.pause_cause[:200], version=max(-1, _number(status.version)), steps=_number(status.steps),
-        waiting_s=status.waiting_s if _is_number(status.waiting_s) else 0.0, refused=_cleaned_counts(status.refused),
+        waiting_s=status.waiting_s if is_figure(status.waiting_s) else 0.0, refused=_cleaned_counts(status.refused),
         **figures,
     )  # fmt: skip
 
@@ -207,29 +239,23 @@ def cleaned_node(node: NodeState) -> NodeState:
     figures = {name: max(0, _number(getattr(node, name))) for name in counts}
     return msgspec.structs.replace(
         node, key=node.key[:64], role=node.role[:40], name=node.name[:200], last_reason=node.last_reason[:1000],
-        reasons=_cleaned_counts(node.reasons), influence=node.influence if _is_number(node.influence) else 0.0,
-        silent_s=max(0.0, node.silent_s) if _is_number(node.silent_s) else 0.0, **figures,
+        reasons=_cleaned_counts(node.reasons), influence=node.influence if is_figure(node.influence) else 0.0,
+        silent_s=max(0.0, node.silent_s) if is_figure(node.silent_s) else 0.0, **figures,
     )  # fmt: skip
 
 
 def _cleaned_counts(counts: dict[str, int]) -> dict[str, int]:
     """The most frequent of them."""
     ranked = sorted(counts.items(), key=lambda item: -item[1])[:20]
-    return {check[:MOST_LABEL_CHARS]: max(0, _number(count)) for check, count in ranked}
+    return {check[:MAX_LABEL_CHARS]: max(0, _number(count)) for check, count in ranked}
 
 
-def _size(line: dict[str, Any]) -> int:
+def _size(line: MetricsLine) -> int:
     return len(line) + sum(len(value) for value in line.values() if isinstance(value, dict))
 
 
 def _number(value: int) -> int:
-    return max(-MOST_NUMBER, min(MOST_NUMBER, value))
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= MOST_NUMBER if isinstance(value, int) else isfinite(value) and abs(value) <= MOST_NUMBER
+    return max(-MAX_NUMBER, min(MAX_NUMBER, value))
 
 
 def _is_key(text: str) -> bool:

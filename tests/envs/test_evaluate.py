@@ -13,7 +13,7 @@ from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig
 from shoal.env import Env, Message, Step
 from shoal.envs.builtin import arithmetic, wordle
-from shoal.envs.evaluate import Transcript, as_text, evaluate, interval, mixed
+from shoal.envs.evaluate import as_text, evaluate, interval, mixed
 from shoal.envs.in_process import OwnEnv
 from shoal.envs.interface import is_decided
 from shoal.envs.isolated.connection import OWN_LIMITS
@@ -21,7 +21,7 @@ from shoal.envs.isolated.environment import in_process
 from shoal.envs.load import load_env
 from shoal.envs.run_settings import with_settings
 from shoal.errors import ConfigError, ShoalError
-from shoal.evaluation_files import Heldout
+from shoal.evaluation_files import Evaluation, Transcript
 from shoal.jobs.evaluate import in_words
 from shoal.jobs.solve_rates import TaskRates
 from shoal.protocol.messages import Sampling
@@ -145,7 +145,9 @@ def test_an_episode_on_which_the_environment_failed_has_no_part_in_the_mean(
     both = mixed({"odd": found, "none": none}, [1.0, 9.0])
     assert (both.mean, both.faults) == (None, 4), "an environment that breaks raises no mean"
     assert mixed({"odd": found, "none": none}, [1.0, 0.0]).mean == 0.5
-    read = msgspec.json.decode(msgspec.json.encode(both), type=Heldout)
+    assert list(both.as_file()) == ["mean", "low95", "high95", "episodes", "envs", "judge", "faults"]
+    assert not {"envs", "name", "version"} & both.as_file()["envs"]["odd"].keys()
+    read = msgspec.json.decode(msgspec.json.encode(both.as_file()), type=Evaluation)
     assert (read.faults, read.envs["none"].mean) == (4, None)
     assert "0.500 (95 % interval" in in_words(found, "odd") and "failed on 2 episodes, which have no score" in in_words(
         found, "odd"

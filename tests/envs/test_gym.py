@@ -15,8 +15,9 @@ from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
 from shoal.engine.native import LocalEngine
 from shoal.env import Message, Score, Step, require_index
-from shoal.envs.evaluate import Evaluation, evaluate
+from shoal.envs.evaluate import evaluate
 from shoal.envs.load import load_env
+from shoal.evaluation_files import Evaluation
 from shoal.models.random_model import make_tiny
 from shoal.protocol.messages import Sampling
 from tests.envs.adapters.conftest import ORIGINALS, RELEASES, Distant

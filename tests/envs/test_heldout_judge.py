@@ -9,7 +9,7 @@ from shoal.env import Env, Message, Step
 from shoal.envs.builtin import arithmetic
 from shoal.envs.evaluate import evaluate, mixed
 from shoal.errors import ConfigError
-from shoal.evaluation_files import Heldout, Judged
+from shoal.evaluation_files import Evaluation, JudgeResult
 
 ARGS = {"digits": 1, "heldout": 20}
 
@@ -103,11 +103,11 @@ def test_a_judge_is_not_asked_about_episodes_on_which_the_environment_failed(
 
     found = evaluate(answering_engine(lambda text: "yes"), renderer, Missing(), 8, 0, sampling, judge=Twice())
     assert "KeyError" in found.fault and found.faults == 2
-    assert found.judge == Judged(2.5, 2.5, 2.5, "", 8, 2)
+    assert found.judge == JudgeResult(2.5, 2.5, 2.5, "", 8, 2)
 
 
 def test_the_file_of_an_evaluation_keeps_what_the_judge_says(answering_engine, renderer, sampling) -> None:
     judge = arithmetic.environment(**ARGS)
     found = evaluate(answering_engine(lambda text: "7"), renderer, any_digit(), 8, 0, sampling, judge=judge)
     for figures in (found, mixed({"any": found}, [1.0])):
-        assert msgspec.json.decode(msgspec.json.encode(figures), type=Heldout).judge == found.judge
+        assert msgspec.json.decode(msgspec.json.encode(figures), type=Evaluation).judge == found.judge

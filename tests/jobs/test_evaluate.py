@@ -18,8 +18,8 @@ from shoal.env_packages.install import install
 from shoal.env_packages.install_policy import InstallDecision
 from shoal.env_packages.naming import read_reference
 from shoal.env_packages.registry import FolderRegistry
-from shoal.envs.evaluate import Evaluation, MixedEvaluation
 from shoal.errors import ConfigError, StateError
+from shoal.evaluation_files import Evaluation
 from shoal.jobs import evaluate
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.models.random_model import make_tiny
@@ -66,7 +66,7 @@ def alone(folder, env, out):
 
 def test_every_environment_of_a_mix_is_evaluated_as_it_is_alone(evaluated, tmp_path):
     folder = evaluated(EASY, HARD)
-    found = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=MixedEvaluation)
+    found = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=Evaluation)
     assert found.envs == {env["label"]: alone(folder, env, tmp_path / "alone.json") for env in (EASY, HARD)}
     assert found.envs["easy"] != found.envs["hard"] and found.episodes == 8
 
@@ -79,7 +79,7 @@ def test_evaluation_of_a_run_with_one_environment_is_that_of_the_environment(eva
 
 def test_an_environment_has_its_own_number_of_episodes_or_none(evaluated):
     folder = evaluated(EASY | {"eval_episodes": 0}, HARD | {"eval_episodes": 6}, {"name": "wordle"})
-    found = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=MixedEvaluation)
+    found = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=Evaluation)
     assert {label: one.episodes for label, one in found.envs.items()} == {"hard": 6, "wordle": 4}
     assert found.mean == pytest.approx(sum(one.mean for one in found.envs.values()) / 2)
     write_summary(folder, folder.config(), RunStatus("town", "x", 3), UsageBook(folder.root / "usage.json"))
@@ -124,7 +124,7 @@ def test_a_worker_that_takes_the_name_of_another_takes_neither_its_credits_nor_i
 
 def test_a_run_of_several_environments_names_the_one_that_it_evaluates(evaluated, tmp_path):
     folder = evaluated(EASY | {"eval_episodes": 0}, HARD)
-    found = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=MixedEvaluation)
+    found = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=Evaluation)
     assert {label: one.episodes for label, one in found.envs.items()} == {"hard": 4}
     assert command(tmp_path / "out.json", folder.root) == (folder.evaluations / "after.json").read_bytes()
     assert b'"envs"' not in command(tmp_path / "one.json", folder.root, "--env", "hard")
@@ -149,7 +149,7 @@ def test_shoal_eval_of_a_run_gives_the_figures_of_the_run(evaluated, tmp_path, m
 
 def test_what_the_command_line_says_takes_the_place_of_what_the_run_says(evaluated, tmp_path):
     folder = evaluated(EASY, HARD)
-    whole = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=MixedEvaluation)
+    whole = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=Evaluation)
     one = command(tmp_path / "1.json", folder.root, "--env", "hard")
     assert msgspec.json.decode(one, type=Evaluation) == whole.envs["hard"]
     plan = evaluate.planned(folder.root, "hard", {"digits": 2}, episodes=7, seed=5, samples=0, max_turn_tokens=3)
@@ -275,7 +275,7 @@ def test_on_the_way_each_environment_has_a_part_of_its_episodes(evaluated, tmp_p
     folder = evaluated(EASY | {"eval_episodes": 200}, HARD)
     options = EvalOptions(checkpoint=str(folder.checkpoints / "final"), out=str(tmp_path / "way.json"), one_in=4)
     evaluate.for_run(folder.root, options)
-    found = msgspec.json.decode((tmp_path / "way.json").read_bytes(), type=MixedEvaluation)
+    found = msgspec.json.decode((tmp_path / "way.json").read_bytes(), type=Evaluation)
     assert {label: one.episodes for label, one in found.envs.items()} == {"easy": 50, "hard": 4}
 
 

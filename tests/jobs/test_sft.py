@@ -18,8 +18,9 @@ from msgspec.structs import replace as replace_struct
 from shoal.chat.renderer import Renderer
 from shoal.cli import main
 from shoal.config import TinyPolicy
-from shoal.envs.evaluate import Evaluation, evaluate
+from shoal.envs.evaluate import evaluate
 from shoal.errors import ConfigError, MessagesRefused, ShoalError, StateError
+from shoal.evaluation_files import Evaluation
 from shoal.jobs import cold_start_examples, sft
 from shoal.jobs.cold_start_examples import scripted_games
 from shoal.jobs.evaluate import planned

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shoal.alarms import Alarm, AlarmLine, AlarmsLog, read_alarms, standing_alarms
 from shoal.errors import ConfigError, PeerError, StateError
-from shoal.evaluation_files import Heldout, Judged
+from shoal.evaluation_files import Evaluation, JudgeResult
 from shoal.launch.alarms import AlarmWatch, _WaitTimes, evaluation
 from shoal.ledger.commands import Admin
 from shoal.ledger.hints import CONTINUE_REMEDY, IS_STOPPED, SILENT_REMEDY
@@ -55,8 +55,8 @@ def town_with(tmp_path, published, **monitors):
 
 
 def test_no_alarm_compares_an_evaluation_that_has_many_faults():
-    judge = Judged(0.5, 0.4, 0.6, episodes=200)
-    good, bad = (Heldout(0.9, 0.8, 1.0, 200, judge=judge, faults=faults) for faults in (10, 11))
+    judge = JudgeResult(0.5, 0.4, 0.6, episodes=200)
+    good, bad = (Evaluation(0.9, 0.8, 1.0, 200, judge=judge, faults=faults) for faults in (10, 11))
     assert evaluation(3, bad) is None and (seen := evaluation(3, good)) is not None
     assert seen.mean == 0.9 and seen.judge is not None
     doubted = evaluation(3, msgspec.structs.replace(good, judge=msgspec.structs.replace(judge, faults=11)))

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from shoal.config import EnvConfig, EvalConfig, RunConfig
-from shoal.evaluation_files import results_in
+from shoal.evaluation_files import evaluations_of, results_in
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.role_process import RoleProcess
 from shoal.roles.trackers.rows import Given, Rows
 from shoal.run_folder import RunFolder
-from shoal.runs.evaluations import read_heldout
 
 FIGURES = {"mean": 0.5, "low95": 0.4, "high95": 0.6, "episodes": 8}
 
@@ -120,7 +119,7 @@ def test_a_stray_file_or_folder_stops_nothing(bench: Bench) -> None:
     given = [row.evaluation.name if row.evaluation else "" for row in Rows(folder, Given()).new()]
     assert given == ["v000025", ""]
     files = {path.stem: path.read_bytes() for path in folder.evaluations.glob("*.json")}
-    assert [one.version for one in read_heldout(files, 30, private=True)] == [25]
+    assert [one.version for one in evaluations_of(files, 30, private=True)] == [25]
     bench.publish(0)
     bench.evaluations.start_due()
     assert bench.asked == [("evaluate-before", "v000000", 1)]

@@ -15,6 +15,7 @@ from rich.console import Console
 from shoal.cli import main
 from shoal.config import AdapterConfig, RunConfig, TinyPolicy, load_run
 from shoal.errors import StateError
+from shoal.humanize import data_size
 from shoal.launch import memory_plan
 from shoal.launch.memory_plan import (
     CPU,
@@ -38,7 +39,6 @@ from shoal.models.parameter_counts import adapter_parameters_of, parameters_of
 from shoal.models.random_model import make_tiny
 from shoal.models.transformer import Transformer
 from shoal.plan.sizes import sizes_of, spec_of
-from shoal.plan.units import amount
 from shoal.protocol.algorithm_config import DrGrpo, Kl, Ppo
 from shoal.run_folder import RunFolder
 from shoal.train.learner import Learner
@@ -69,7 +69,7 @@ def test_the_demo_fits_into_little_more_than_2_gb(config: RunConfig, monkeypatch
 def test_a_run_that_does_not_fit_is_told_how_much_for_what(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     has_free(monkeypatch, 8)
     with pytest.raises(
-        StateError, match=r"needs about \d+\.\d GB of memory, and 8\.0 GB are free: trainer .*moments"
+        StateError, match=r"needs about \d+\.\d GB of memory, and 8 GB are free: trainer .*moments"
     ) as told:
         demand_memory(config, LARGE, with_workers=False)
     assert "\n" not in str(told.value) and "take a smaller policy" in str(told.value)
@@ -350,7 +350,7 @@ def test_a_quota_that_does_not_hold_the_weights_a_run_needs_starts_no_role(
         demand_quota(config_of(least_mb - 1))
     needs = sizes_of(config_of(least_mb), RECIPES).needed_blobs
     asked_mb = int(re.findall(r"quota_mb = (\d+) or more", str(e.value))[0])
-    assert f"keeps {amount(needs)}" in str(e.value) and asked_mb == max(least_mb, math.ceil(needs / 1e6))
+    assert f"keeps {data_size(needs)}" in str(e.value) and asked_mb == max(least_mb, math.ceil(needs / 1e6))
     sets = [word for change in [*WIDE, *changes, f"storage.quota_mb={least_mb - 1}"] for word in ("--set", change)]
     assert main.main(["run", str(RECIPES / "arithmetic.toml"), "--out", str(tmp_path / "run"), *sets]) == 2
     assert "so it would wait for ever" in capsys.readouterr().err
@@ -453,7 +453,7 @@ def test_a_critic_and_a_teacher_are_counted_and_parked(config: RunConfig, tmp_pa
 
 def test_a_run_that_fits_in_no_way_is_told_of_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
     report = in_shifts(monkeypatch, 12)["cuda"]
-    assert "of memory on cuda with one process at a time, and 12.0 GB are free: trainer 22.4 GB" in report.in_words()
+    assert "of memory on cuda with one process at a time, and 12 GB are free: trainer 22.4 GB" in report.in_words()
 
 
 def test_shifts_can_be_turned_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from shoal.chat import isolated
 from shoal.config import SftConfig, TinyPolicy, load_run
 from shoal.config.stages import StagesConfig, load_stages, settings_of
 from shoal.errors import ConfigError, StateError
-from shoal.evaluation_files import Heldout
+from shoal.evaluation_files import Evaluation
 from shoal.jobs import sft
 from shoal.jobs.cold_start_examples import chosen_rows
 from shoal.launch.pipeline.stage_jobs import Input, Job, demand_doable, demand_same_inputs, digest_below, job_of
@@ -667,7 +667,7 @@ def test_a_stage_whose_environment_fails_is_reported_with_its_faults(tmp_path: P
     (tmp_path / "done.json").write_text(json.dumps(told))
     assert _read_done(tmp_path, "rl") is not None, "no mean is a result"
     for faults, of_mean in ({"faults": 4}, "0.500 (4 without"), (none, "none (8 without"):
-        before, after = msgspec.convert([HALF, HALF | faults], list[Heldout])
+        before, after = msgspec.convert([HALF, HALF | faults], list[Evaluation])
         end = StageEnd("learn", "rl", "ab", before, after, 1.0, 1.0, 9, True, {})
         words = in_words("mine", [end]).splitlines()
         assert of_mean in words[2]

@@ -13,11 +13,12 @@ from shoal.launch.summary import UsageBook, _troubles, influence_shares
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import make_entry
+from shoal.metrics import MetricsTail
 from shoal.protocol.constants import MAX_NODES
 from shoal.protocol.encoding import to_json
 from shoal.protocol.messages import Faults, NodeState, Status
 from shoal.run_folder import RunFolder
-from shoal.runs.run_status import NO_STATUS, CoordinatorWatch, MetricsWatch, RunStatus, names_apart
+from shoal.runs.run_status import NO_STATUS, CoordinatorWatch, RunStatus, names_apart
 from shoal.views.report.html import share
 
 STATUS = Status("x", "running", 3, 9, 5, {}, 1, 0, "workers", 2.0)
@@ -99,16 +100,24 @@ def test_no_two_nodes_are_called_the_same() -> None:
 
 def test_metrics_are_read_as_the_file_grows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    watch = MetricsWatch(path)
-    assert watch.read() == ()
+    watch = MetricsTail(path)
+    assert watch.lines() == ()
     path.write_text('{"step": 0, "policy_tokens": 10, "step_s": 2.0}\n{"step": 1, "poli')
-    assert [line["step"] for line in watch.read()] == [0]
+    assert [line["step"] for line in watch.lines()] == [0]
     path.write_text(
         '{"step": 0, "policy_tokens": 10, "step_s": 2.0}\n{"step": 1, "policy_tokens": 30, "step_s": 2.0}\n'
     )
-    snapshot = RunStatus("x", "runs/x", 9, metrics=watch.read())
+    snapshot = RunStatus("x", "runs/x", 9, metrics=watch.lines())
     assert (snapshot.step, snapshot.tokens_per_s(), snapshot.latest("policy_tokens")) == (2, 10.0, 30.0)
     assert snapshot.latest("reward_all_mean") is None
+    known = watch.lines()[0]
+    with path.open("a") as file:
+        file.write('{"step": 1, "loss": 2.0}\n')
+    assert watch.lines() == (known, {"step": 1, "loss": 2.0}) and watch.lines()[0] is known, "each line is decoded once"
+    path.write_text('{"step": 0, "loss": 3.0}\n')
+    assert watch.lines() == ({"step": 0, "loss": 3.0},)
+    path.unlink()
+    assert watch.lines() == ()
 
 
 class Answers(http.server.BaseHTTPRequestHandler):

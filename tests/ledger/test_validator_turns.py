@@ -188,7 +188,7 @@ def test_a_validator_is_silent_from_when_it_joined_or_came_back(tmp_path):
     assert overdue_verdicts(court.state, court.now, 0.0) == ""
     court.now += 180.0
     assert [
-        overdue_verdicts(court.state, court.now, 0.0).count(text) for text in ("silent for", "silent for 3 min")
+        overdue_verdicts(court.state, court.now, 0.0).count(text) for text in ("silent for", "silent for 3m00s")
     ] == [2, 2]
 
 
@@ -201,7 +201,7 @@ def test_a_validator_that_hangs_is_named_from_its_first_missed_turn_where_it_is_
     court.now += turn_s(court.state) - 1.0
     assert overdue_verdicts(court.state, court.now, began) == ""
     court.now += 2.0
-    assert f"({FIRST[:12]}) silent for 31 s" in overdue_verdicts(court.state, court.now, began)
+    assert f"({FIRST[:12]}) silent for 31s" in overdue_verdicts(court.state, court.now, began)
     court.judge(name, by=SECOND)
     name = submitted(court, order=(SECOND, FIRST))
     court.now += 5.0
@@ -209,7 +209,7 @@ def test_a_validator_that_hangs_is_named_from_its_first_missed_turn_where_it_is_
     court.judge(name, by=SECOND)
     submitted(court, order=(FIRST, SECOND))
     court.now += 1.0
-    assert f"({FIRST[:12]}) silent for 38 s" in overdue_verdicts(court.state, court.now, began), "no verdict since"
+    assert f"({FIRST[:12]}) silent for 38s" in overdue_verdicts(court.state, court.now, began), "no verdict since"
     assert overdue_verdicts(court.state, court.now, began, {FIRST: court.now - 1.0}) == "", "it has joined again"
 
 
@@ -236,10 +236,10 @@ def test_the_validator_whose_turn_it_is_is_named_once_its_check_takes_longer_tha
     court.now += 3.0
     assert slow_check(court.state, court.now, 0.0) == ""
     court.now += 2.0
-    assert slow_check(court.state, court.now, 0.0).endswith(f"({FIRST[:12]}) has the check for 5 s")
+    assert slow_check(court.state, court.now, 0.0).endswith(f"({FIRST[:12]}) has the check for 5s")
     assert overdue_verdicts(court.state, court.now, 0.0) == "" and slow_check(court.state, court.now, court.now) == ""
     court.now = began + turn_s(court.state) + 5.0
-    assert f"({SECOND[:12]}) has the check for 5 s" in slow_check(court.state, court.now, 0.0)
+    assert f"({SECOND[:12]}) has the check for 5s" in slow_check(court.state, court.now, 0.0)
     court.judge(name, by=SECOND)
     assert slow_check(court.state, court.now, 0.0) == "", "nothing waits"
 

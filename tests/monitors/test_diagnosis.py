@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from shoal.evaluation_files import Heldout, why_not_comparable
+from shoal.evaluation_files import Evaluation, why_not_comparable
 from shoal.monitors.diagnosis import PAGE, UNEVALUATED, LearningSetup, diagnose
 
 SETUP = LearningSetup(preset_lr=5e-4, group_size=16, batch_groups=16, max_staleness=1)
@@ -30,8 +30,8 @@ def run(rewards: list[float] | None = None, steps: int = 60, **changed: Any) -> 
     ]
 
 
-def heldout(mean: float, measure: str = "success") -> Heldout:
-    return Heldout(mean, mean - 0.03, mean + 0.03, 512, measure=measure)
+def heldout(mean: float, measure: str = "success") -> Evaluation:
+    return Evaluation(mean, mean - 0.03, mean + 0.03, 512, measure=measure)
 
 
 def test_nothing_is_said_of_a_run_whose_reward_rose() -> None:
@@ -81,8 +81,8 @@ def test_rewards_are_no_percentages() -> None:
     of_rewards, wins = heldout(-1.5, "reward"), heldout(0.29)
     assert "held-out reward -1.500 before, -1.500 after" in diagnose(run(), SETUP, of_rewards, of_rewards)[0]
     mix = (
-        Heldout(0.29, 0.26, 0.32, 512, {"a": wins, "b": wins}),
-        Heldout(0.29, 0.26, 0.32, 512, {"a": wins, "b": of_rewards}),
+        Evaluation(0.29, 0.26, 0.32, 512, {"a": wins, "b": wins}),
+        Evaluation(0.29, 0.26, 0.32, 512, {"a": wins, "b": of_rewards}),
     )
     assert "held-out tasks 29.0% before, 29.0% after" in diagnose(run(), SETUP, mix[0], mix[0])[0]
     assert "held-out reward 0.290 before, 0.290 after" in diagnose(run(), SETUP, mix[1], mix[1])[0]
@@ -189,7 +189,7 @@ def test_an_environment_that_fails_raises_no_mean() -> None:
     )
     few = replace_struct(after, episodes=16)
     assert not why_not_comparable(replace_struct(few, faults=2)) and why_not_comparable(replace_struct(few, faults=3))
-    part = why_not_comparable(Heldout(0.5, 0.4, 0.6, 4000, {"easy": before, "har\x1bd": after}, faults=100))
+    part = why_not_comparable(Evaluation(0.5, 0.4, 0.6, 4000, {"easy": before, "har\x1bd": after}, faults=100))
     assert "100 of 200 held-out episodes of har\\u001bd have" in part, "of a run with several, each counts"
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.config import EnvConfig, RunConfig, TrainConfig, ValidatorsConfig, load_run, preset_lr
-from shoal.evaluation_files import Heldout
+from shoal.evaluation_files import Evaluation
 from shoal.launch.alarms import AlarmWatch
 from shoal.ledger.constants import LAW
 from shoal.ledger.run import RunCreated
@@ -118,8 +118,8 @@ def test_an_environment_with_few_tasks_for_the_length_of_the_run_is_named() -> N
     assert line.startswith("many has 20 training tasks, so each comes about 80 times in this run")
 
 
-def wins(mean: float, measure: str = "success", **envs: Heldout) -> Heldout:
-    return Heldout(mean, mean, mean, 512, envs, measure=measure)
+def wins(mean: float, measure: str = "success", **envs: Evaluation) -> Evaluation:
+    return Evaluation(mean, mean, mean, 512, envs, measure=measure)
 
 
 def test_a_first_policy_that_wins_nearly_everything_is_named_with_its_environment() -> None:

@@ -130,6 +130,17 @@ def test_half_lines_wait_and_of_a_repeated_step_the_last_line_is_logged(folder):
     assert steps_of(rows.new()) == [2] and list(rows.new(is_stopping=True)) == []
 
 
+def test_steps_that_are_repeated_after_their_rows_were_given_are_given_again(folder):
+    """A trainer whose newest states are damaged goes back several steps."""
+    put(folder, 0, 1, 2, 3)
+    rows = Rows(folder, Given())
+    assert steps_of(rows.new()) == [0, 1, 2]
+    with folder.metrics.open("a") as file:
+        file.writelines(json.dumps({"step": step, "reward_mean": 9}) + "\n" for step in (1, 2, 3, 4))
+    for again in (list(rows.new()), list(Rows(folder, rows.given).new())):
+        assert [(row.step, row.values["reward_mean"]) for row in again] == [(1, 9), (2, 9), (3, 9)]
+
+
 def test_evaluations_after_the_last_step_have_rows_of_their_own(folder):
     put(folder, 0, 1, 2)
     for name in ("before", "v000002", "after"):

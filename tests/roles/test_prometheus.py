@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.ledger.commands import JoinRun
 from shoal.ledger.members import ValidatorFault, apply_validator_fault
-from shoal.metrics import METRICS, newest_metrics
+from shoal.metrics import METRICS, MetricsTail
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest, from_json
 from shoal.roles.coordinator.prometheus import (
@@ -236,11 +236,11 @@ def test_a_page_is_made_once_a_second_and_more_seldom_if_that_takes_long(town):
     assert len(pages) == 3
 
 
-def test_the_newest_line_is_found_at_the_end_of_a_long_file_also_beside_half_a_line(tmp_path):
+def test_the_newest_lines_are_those_of_the_highest_steps_also_beside_half_a_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert newest_metrics(path) is None
+    tail = MetricsTail(path)
+    assert tail.newest(1) == []
     path.write_text(
         "".join(json.dumps({"step": step, "loss": "x" * 90}) + "\n" for step in range(9000)) + '{"step": 90'
     )
-    newest = newest_metrics(path)
-    assert newest is not None and newest["step"] == 8999
+    assert [line["step"] for line in tail.newest(2)] == [8998, 8999]

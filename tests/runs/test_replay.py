@@ -352,12 +352,14 @@ def test_metrics_are_followed_line_by_line_with_repeats_and_halves(copied):
         assert run.new_metrics() == [{"step": 7}]
 
 
-HOSTILE_LINES = [
-    b"[" * 100_000, b'{"step": 1e400}', b'{"step": -1}', b'{"step": true}', b'{"step": 3, "x": [1]}', b'{"loss": 1}',
-    b'{"step": 3, "' + b"x" * 300 + b'": 1}', b'{"step": 3, "x": "' + b"y" * 300 + b'"}', b'\xff\xfe{"step": 3}',
-    b'{"step": 3, "x": ' + b"9" * 400 + b"}", b'{"step": 99999999999}', b'{"step": 3, "x": {"a": {"b": 1}}}',
-    b'{"step": 3, ' + b", ".join(b'"%d": 1' % i for i in range(3000)) + b"}",
+WITHOUT_STEP = [
+    b"[" * 100_000, b'{"step": 1e400}', b'{"step": -1}', b'{"step": true}', b'{"loss": 1}', b'\xff\xfe{"step": 3}',
+    b'{"step": 99999999999}',
 ]  # fmt: skip
+HOSTILE = {
+    "x": 1, "env_metric/" + "x" * 300: 1, "env_metric/\x1b": 1, "waiting_for": "y" * 300, "loss": 10**400, "lr": [1],
+    "grad_norm": True, "entropy_nats": "high", "clip_share": {"a": {"b": 1}}, "kl_nats": {"0": 1}, "reward_mean": 1e300,
+}  # fmt: skip
 
 
 def serving(pages):
@@ -371,10 +373,14 @@ def serving(pages):
     return open_run("http://host", transport=httpx.ASGITransport(app))
 
 
-def test_lines_of_strangers_are_plain_tables_or_left_out():
+def test_lines_of_strangers_have_a_step_and_nothing_but_declared_figures():
     good = {"step": 4, "reward_mean": 0.5, "waiting_for": "<b>\x1b[31m", "staleness_rollouts": {"0": 3}, "loss": None}
-    with serving([b"\n".join([*HOSTILE_LINES, json.dumps(good).encode()])]) as run:
-        assert run.new_metrics() == [good]
+    many = {"step": 5} | {f"env_metric/{i}": 1 for i in range(3000)}
+    lines = [json.dumps(line).encode() for line in (HOSTILE | {"step": 3}, good)]
+    with serving([b"\n".join([*WITHOUT_STEP, *lines])]) as run:
+        assert run.new_metrics() == [{"step": 3}, good]
+    with serving([json.dumps(many).encode()]) as run:
+        assert len(run.new_metrics()[0]) == 2000
 
 
 def test_a_host_whose_metrics_never_end_is_left():
@@ -386,10 +392,12 @@ def test_a_host_whose_metrics_never_end_is_left():
 
 
 def test_a_host_whose_metrics_fill_the_memory_is_left(monkeypatch):
-    names = [json.dumps({"step": step} | {f"{step}-{i}": 0 for i in range(1000)}).encode() for step in range(5)]
+    names = [
+        json.dumps({"step": step} | {f"env_metric/{step}-{i}": 0 for i in range(1000)}).encode() for step in range(5)
+    ]
     with serving(names) as run, pytest.raises(PeerError, match="more metrics than a run has: 2001 names"):
         run.metrics()
-    monkeypatch.setattr("shoal.runs.source.MOST_METRICS_BYTES", 1000)
+    monkeypatch.setattr("shoal.runs.url_status.MOST_METRICS_BYTES", 1000)
     long = [b'{"step": %d, "loss": 0.%s}' % (step, b"1" * 300) for step in range(9)]
     junk = [b'{"step": %d, "loss": 0.5}\n%s' % (step, b"x" * 300) for step in range(9)]
     for pages in (long, junk):
@@ -398,7 +406,7 @@ def test_a_host_whose_metrics_fill_the_memory_is_left(monkeypatch):
         with serving(pages) as run, pytest.raises(PeerError, match="2 names, 1"):
             for _ in pages:
                 assert run.new_metrics()
-    short = b"".join(b'{"step": %d, "loss": 9e15}\n' % step for step in range(9))  # msgspec would write more digits
+    short = b"".join(b'{"step": %d, "loss": 9e14}\n' % step for step in range(9))  # msgspec would write more digits
     grows = [short + b'{"step": 9, "loss": %d%s}\n' % (at, b" " * 100) for at in range(99)]
     with serving(grows) as run, pytest.raises(PeerError, match="2 names, 1"):
         for _ in grows:
@@ -410,15 +418,16 @@ def test_a_host_whose_metrics_never_end_fills_no_index(monkeypatch):
     with serving(pages) as run, pytest.raises(PeerError, match="more steps"):
         for _ in pages:
             assert run.new_metrics()
-    monkeypatch.setattr("shoal.runs.source.MOST_METRICS_BYTES", 1000)
-    anew = [json.dumps({"step": 1} | {f"m{i}": at * 10_000 + i for i in range(40)}).encode() for at in range(1, 9)]
+    monkeypatch.setattr("shoal.runs.url_status.MOST_METRICS_BYTES", 1000)
+    names = [f"env_metric/{i}" for i in range(40)]
+    anew = [json.dumps({"step": 1} | dict.fromkeys(names, at)).encode() for at in range(1, 9)]
     with serving(anew) as run, pytest.raises(PeerError, match="more metrics than a run has"):
         for _ in anew:
             assert run.new_metrics()
 
 
 def test_a_host_that_repeats_steps_more_often_than_there_are_steps_is_read(monkeypatch):
-    monkeypatch.setattr("shoal.runs.source.CHAIN_LENGTH", 4)
+    monkeypatch.setattr("shoal.runs.url_status.CHAIN_LENGTH", 4)
     pages = [b"".join(b'{"step":%d,"loss":%d}\n' % (step, at) for step in range(8)) for at in range(9)]
     with serving(pages) as run:
         for at in range(9):
@@ -426,7 +435,7 @@ def test_a_host_that_repeats_steps_more_often_than_there_are_steps_is_read(monke
 
 
 def test_lines_that_are_known_already_count_once(monkeypatch):
-    monkeypatch.setattr("shoal.runs.source.MOST_METRICS_BYTES", 1000)
+    monkeypatch.setattr("shoal.runs.url_status.MOST_METRICS_BYTES", 1000)
     pages = [b"".join(b'{"step":%d,"loss":0.5}\n' % step for step in range(last + 1)) for last in range(16)]
     with serving([page for page in pages for _ in range(9)]) as run:
         for last in range(16):

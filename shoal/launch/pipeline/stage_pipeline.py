@@ -13,7 +13,7 @@ from shoal.config import RunConfig, SftConfig
 from shoal.config.stages import EvalStage, Stage, StagesConfig, kind_of, settings_of, taken_by
 from shoal.envs.evaluate import interval
 from shoal.errors import EXIT_DONE, EXIT_INTERRUPTED, StateError
-from shoal.evaluation_files import Heldout, why_not_comparable
+from shoal.evaluation_files import Evaluation, why_not_comparable
 from shoal.launch.pipeline.stage_jobs import (
     OUTPUTS,
     RUN,
@@ -39,11 +39,11 @@ from shoal.run_folder import write_atomically
 # It knows figures and words, and nothing of how a stage is done.
 
 
-def share_of(right: float, count: int) -> Heldout:
+def share_of(right: float, count: int) -> Evaluation:
     """Of so many rollouts, the share that is right."""
     values = [1.0] * round(right * count)
     found = interval(values + [0.0] * (count - len(values)), (0.0, 1.0))
-    return Heldout(found.mean, found.low95, found.high95, count)
+    return Evaluation(found.mean, found.low95, found.high95, count)
 
 
 class StageEnd(msgspec.Struct, frozen=True):
@@ -53,10 +53,10 @@ class StageEnd(msgspec.Struct, frozen=True):
     kind: str
     key: str
     """Of its folder."""
-    before: Heldout | None
+    before: Evaluation | None
     """Held-out reward, or share of wins, of the policy that it began with; of reject, the share of right rollouts; of
     reward_model, the share of held-out pairs that it ranks right."""
-    after: Heldout | None
+    after: Evaluation | None
     """The same of what it made."""
     seconds: float
     """That the stage took; for a run, over all its starts, else those of the process that finished."""
@@ -76,7 +76,12 @@ def report(name: str, ends: Sequence[StageEnd]) -> dict[str, Any]:
         "cpu_s": round(sum(end.cpu_s for end in ends), 3),
         "tokens": sum(end.tokens for end in ends),
     }
-    return {"name": name, "stages": list(ends), "total": total}
+    stages = [
+        msgspec.structs.asdict(end)
+        | {key: one and one.figures() for key, one in (("before", end.before), ("after", end.after))}
+        for end in ends
+    ]
+    return {"name": name, "stages": stages, "total": total}
 
 
 def in_words(name: str, ends: Sequence[StageEnd]) -> str:
@@ -104,7 +109,7 @@ def in_words(name: str, ends: Sequence[StageEnd]) -> str:
     return "\n".join(lines)
 
 
-def _mean(found: Heldout | None) -> str:
+def _mean(found: Evaluation | None) -> str:
     if found is None:
         return "-"
     mean = "none" if found.mean is None else f"{found.mean:.3f}"
@@ -214,14 +219,16 @@ class StagesRun:
         self._say(f"The figures are in {path}. Each stage's folder is {self._out}/stages/KEY.")
         return EXIT_DONE
 
-    def _measured(self, measure: tuple[EvalStage, RunConfig] | None, policy: Path | None, what: str) -> Heldout | None:
+    def _measured(
+        self, measure: tuple[EvalStage, RunConfig] | None, policy: Path | None, what: str
+    ) -> Evaluation | None:
         """The evaluation of a policy by the file's own measure. It is a job as others, so a policy is played once."""
         if measure is None or policy is None:
             return None
         stage, settings = measure
         job = job_of(stage, settings, self._beside, {"policy": Input(policy, digest_below(policy))})
         done = self._do(job, f"measure of {stage.recipe}", f"{what}, measured", quiet=True).done
-        return msgspec.convert(done.made.figures, Heldout)
+        return msgspec.convert(done.made.figures, Evaluation)
 
     def _do(self, job: Job, name: str, what: str, quiet: bool = False) -> Finished:
         """A job that is done, now or before. Raises `Stopped`, and `StateError` if it fails or was changed since."""
@@ -327,7 +334,7 @@ def _demand_figures(done: StageDone, kind: str) -> None:
         raise ValueError(f"it is not of a stage of kind {kind}")
     figures = done.made.figures
     if kind == "eval":
-        msgspec.convert(figures, Heldout)  # guard: done-has-its-figures
+        msgspec.convert(figures, Evaluation)  # guard: done-has-its-figures
     if kind == "rl":
         msgspec.convert(figures, _RunFigures)
     if kind in ("reject", "reward_model"):
@@ -335,8 +342,8 @@ def _demand_figures(done: StageDone, kind: str) -> None:
 
 
 class _BeforeAndAfter(msgspec.Struct):
-    before: Heldout | None
-    after: Heldout | None
+    before: Evaluation | None
+    after: Evaluation | None
 
 
 class _RunFigures(msgspec.Struct):
@@ -357,16 +364,16 @@ class _Ranked(msgspec.Struct):
     pairs: Count
 
 
-def _end(stage: Stage, key: str, finished: Finished, before: Heldout | None, after: Heldout | None) -> StageEnd:
+def _end(stage: Stage, key: str, finished: Finished, before: Evaluation | None, after: Evaluation | None) -> StageEnd:
     """A line of the report. A stage that no measure says anything of is measured by what it found itself."""
     done = finished.done
     figures: dict[str, Any] = done.made.figures
     if done.kind == "rl" and after is None:
         before, after = msgspec.convert(
-            [figures["heldout"][when] for when in ("before", "after")], list[Heldout | None]
+            [figures["heldout"][when] for when in ("before", "after")], list[Evaluation | None]
         )
     if done.kind == "eval":
-        after = msgspec.convert(figures, Heldout)
+        after = msgspec.convert(figures, Evaluation)
     if done.kind == "reject":
         before = share_of(figures["right_of_rollouts"], figures["rollouts"])
         after = share_of(figures["right_of_chosen"], figures["chosen"])

@@ -14,10 +14,10 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal import __version__
-from shoal.evaluation_files import BEFORE, Heldout, evaluations_in, interval_of, read_heldout
+from shoal.evaluation_files import BEFORE, Evaluation, evaluations_in, interval_of, read_evaluation
 from shoal.ledger.members import ASKED_BY_HOST
 from shoal.ledger.records import NodeRecord
-from shoal.metrics import METRICS, NEWEST_STEPS, newest_lines, newest_metrics, pace_of
+from shoal.metrics import METRICS, NEWEST_STEPS, MetricsTail, mean_of_counts, pace_of
 from shoal.protocol.audit_selection import CHECKS
 from shoal.protocol.group_rewards import without_faults
 from shoal.protocol.messages import StandingAlarm, Status
@@ -300,7 +300,7 @@ class PrometheusCollector(Collector):
         self._alarms, self._clock = alarms, clock
         meter.registry.register(self)
         ProcessCollector(registry=meter.registry)
-        self._of_steps = step_metrics()
+        self._of_steps, self._metrics = step_metrics(), MetricsTail(desk.metrics_file)
         self._pages: dict[str, bytes] = {}
         self._again_at = -1e9
 
@@ -367,13 +367,11 @@ class PrometheusCollector(Collector):
 
     def _of_pace(self, status: Status) -> Iterator[tuple[str, Values]]:
         """What the newest steps and the newest batch say. Absent figures are no series."""
-        lines = newest_lines(self._desk.metrics_file, NEWEST_STEPS)
+        lines = self._metrics.newest(NEWEST_STEPS)
         left_s = pace_of(lines, status.steps - status.version).left_s if status.phase == "running" else None
         yield "time_left_seconds", _one(left_s) if left_s is not None else []
-        ages = lines[-1].get("staleness_rollouts") if lines else None
-        counts = {int(age): count for age, count in ages.items()} if isinstance(ages, dict) else {}
-        total = sum(counts.values())
-        yield "staleness_mean_versions", _one(sum(age * n for age, n in counts.items()) / total) if total else []
+        mean = mean_of_counts(lines[-1].get("staleness_rollouts")) if lines else None
+        yield "staleness_mean_versions", _one(mean) if mean is not None else []
         state = self._desk.state
         newest = next(reversed(state.main.batches), None)
         batch = batch_of(state, newest) if newest is not None else None
@@ -386,10 +384,10 @@ class PrometheusCollector(Collector):
 
     def _of_heldout(self) -> Iterator[tuple[str, Values]]:
         names = evaluations_in(self._desk.evaluations)
-        found = {"first": read_heldout(self._desk.evaluations / f"{BEFORE}.json")}
-        newest = (read_heldout(self._desk.evaluations / f"{name}.json") for name in reversed(names[1:]))
+        found = {"first": read_evaluation(self._desk.evaluations / f"{BEFORE}.json")}
+        newest = (read_evaluation(self._desk.evaluations / f"{name}.json") for name in reversed(names[1:]))
         found["newest"] = next((one for one in newest if one is not None), None)
-        measured: list[tuple[tuple[str, str], Heldout]] = []
+        measured: list[tuple[tuple[str, str], Evaluation]] = []
         for of, heldout in found.items():
             if heldout is not None:
                 measured.append(((of, ""), heldout))
@@ -402,7 +400,7 @@ class PrometheusCollector(Collector):
             yield f"heldout_judge_{field}", [((of,), figures[at]) for of, figures in judged]
 
     def _of_newest_step(self) -> Iterator[tuple[StepMetric, Values]]:
-        line = newest_metrics(self._desk.metrics_file) or {}
+        line = next(iter(self._metrics.newest(1)), {})
         values: dict[str, dict[str, float]] = {}
         for key, value in line.items():
             name, _, label = key.partition("/")

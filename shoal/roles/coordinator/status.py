@@ -12,6 +12,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shoal.alarms import StandingAlarms
+from shoal.humanize import duration
 from shoal.ledger.batches import BatchFormed, GroupAccepted
 from shoal.ledger.errors import Refused
 from shoal.ledger.event import Entry
@@ -34,7 +35,7 @@ from shoal.ledger.status import (
     waiting_after_lapses,
 )
 from shoal.ledger.task_difficulty import solve_rate
-from shoal.ledger.validator_turns import absent, duration_text, overdue, overdue_verdicts, silent, slow_check
+from shoal.ledger.validator_turns import absent, overdue, overdue_verdicts, silent, slow_check
 from shoal.protocol import messages as t
 from shoal.protocol.branching import continued_slot, is_continued_slot
 from shoal.protocol.constants import LONG_POLL_S, MAX_NODES, MAX_STANDING_ALARMS
@@ -163,7 +164,7 @@ class StatusBoard:
         holders = {state.leases[name].worker for name in state.open_leases}
         if len(silent) < sum(one.standing != "kicked" for one in here):
             silent = {key: silent_s for key, silent_s in silent.items() if key in holders}
-        named = [f"{state.members[key].name} ({key[:12]}) silent for {duration_text(s)}" for key, s in silent.items()]
+        named = [f"{state.members[key].name} ({key[:12]}) silent for {duration(s)}" for key, s in silent.items()]
         more = f" and {len(named) - MAX_SILENT} more" if len(named) > MAX_SILENT else ""
         return ", ".join(named[:MAX_SILENT]) + more, not holders.isdisjoint(silent)
 

@@ -1,23 +1,23 @@
 """The figures of a run as rows for loggers: one for each training step, with an evaluation on held-out tasks if one is new.
 
-A row is given when its figures are final: of a step that a killed trainer repeats, the last line of metrics.jsonl counts.
+A row is given when the next step has a line. A step that a trainer repeats after that is given again: the last line counts.
 `Given` says how far a logger has come, so that the next start goes on there.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from shoal.evaluation_files import AFTER, Heldout, evaluations_in, interval_of, read_heldout, version_of
-from shoal.metrics import MetricsTail
+from shoal.evaluation_files import AFTER, Evaluation, evaluations_in, interval_of, read_evaluation, version_of
+from shoal.metrics import MetricsLine, MetricsTail, step_of
 from shoal.run_folder import RunFolder
 
 HELDOUT = "heldout"
 """First part of the names of an evaluation's figures."""
 
 
-class Evaluation(NamedTuple):
+class EvaluationRow(NamedTuple):
     """A policy version's figures on held-out tasks."""
 
     name: str
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     """When the step ended, since the epoch."""
     values: dict[str, float]
     """By the names of `metrics.jsonl`, only numbers; empty after the last step."""
-    evaluation: Evaluation | None = None
+    evaluation: EvaluationRow | None = None
     """One that came since the row before. Its version may be older than the step."""
 
 
@@ -58,10 +58,9 @@ class Rows:
         self._tail = MetricsTail(folder.metrics)
         self.given = given
         """With the newest row that `new` gave."""
-        self._newest: dict[str, Any] | None = None
+        self._newest: MetricsLine | None = None
         """The newest line, until its row was given."""
-        self._steps = 0
-        """Steps so far."""
+        self._steps = 0  # so far
 
     def new(self, is_stopping: bool = False) -> Iterator[Row]:
         """Rows that are final since the last call, in order. That of the newest step follows with the next step's line, or
@@ -69,38 +68,40 @@ class Rows:
         has_ended = self._final.exists()
         while lines := self._tail.read():
             for line in lines:
-                if self._newest is not None and line["step"] > self._newest["step"]:  # guard: last-line-is-logged
+                step = step_of(line)
+                if self._newest is not None and step > step_of(self._newest):  # guard: last-line-is-logged
                     yield self._row(self._newest, self._evaluation())
-                self._newest = line if line["step"] > self.given.step else None  # guard: step-is-logged-once
-                self._steps = line["step"] + 1
+                # guard: step-is-logged-once
+                self._newest = line if step > self.given.step or step < self._steps else None
+                self._steps = step + 1
         if has_ended and self._newest is not None:
             yield self._row(self._newest, self._evaluation(of_all=True))
             self._newest = None
         while has_ended and is_stopping and (left := self._evaluation(of_all=True)) is not None:
             yield self._taken(Row(self.given.step + 1, left.time_s, {}, left))
 
-    def _row(self, line: dict[str, Any], evaluation: Evaluation | None) -> Row:
+    def _row(self, line: MetricsLine, evaluation: EvaluationRow | None) -> Row:
         values = _numbers_in(line)
-        return self._taken(Row(line["step"], values.get("time_s", 0.0), values, evaluation))
+        return self._taken(Row(step_of(line), values.get("time_s", 0.0), values, evaluation))
 
     def _taken(self, row: Row) -> Row:
         names = () if row.evaluation is None else (row.evaluation.name,)
         self.given = Given(row.step, self.given.evaluations + names)
         return row
 
-    def _evaluation(self, of_all: bool = False) -> Evaluation | None:
+    def _evaluation(self, of_all: bool = False) -> EvaluationRow | None:
         """The oldest that was not given yet, of versions that the steps so far have made, or `of_all`."""
         for name in evaluations_in(self._evaluations):
             version = version_of(name, self._steps) or 0
             if name in self.given.evaluations or not (of_all or (name != AFTER and version <= self._steps)):
                 continue
             path = self._evaluations / f"{name}.json"
-            if (found := read_heldout(path)) is not None:
-                return Evaluation(name, version, path.stat().st_mtime, _values_of(found, version))
+            if (found := read_evaluation(path)) is not None:
+                return EvaluationRow(name, version, path.stat().st_mtime, _values_of(found, version))
         return None
 
 
-def _numbers_in(line: dict[str, Any]) -> dict[str, float]:
+def _numbers_in(line: MetricsLine) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in line.items():
         table = value if isinstance(value, dict) else {}
@@ -110,7 +111,7 @@ def _numbers_in(line: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _values_of(found: Heldout, version: int) -> dict[str, float]:
+def _values_of(found: Evaluation, version: int) -> dict[str, float]:
     values = {f"{HELDOUT}/version": float(version)}
     for prefix, one in (("", found), *((f"{label}/", one) for label, one in found.envs.items())):
         for field in ("mean", "low95", "high95", "episodes", "faults"):

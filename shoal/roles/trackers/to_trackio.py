@@ -1,7 +1,7 @@
 """Rows in trackio's local database, which `trackio show` shows.
 
-A row is committed before the next is taken, and has a name, of which trackio keeps the first. It starts no thread and
-reaches no network: `trackio sync` shares a project.
+A row is committed before the next is taken, and has a name, of which trackio keeps the first: a step that was made again
+has another time, and is a later point. It starts no thread and reaches no network: `trackio sync` shares a project.
 """
 
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ class Trackio:
 
     def write(self, row: Row) -> None:
         if row.values:
-            self._log(f"step {row.step}", row.step, row.time_s, row.values)
+            self._log(f"step {row.step} {row.time_s}", row.step, row.time_s, row.values)
         if (one := row.evaluation) is not None:
             self._log(f"heldout {one.name}", one.version, one.time_s, one.values)
 

@@ -4,21 +4,18 @@ It passes the steps on, so that the caller may do what it likes with each. matpl
 drawn; without it a notebook, too, gets lines.
 """
 
-import io
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shoal.errors import ConfigError, how_to_install
+from shoal.humanize import figure
 from shoal.metrics import declared
+from shoal.views.plots.render import draw
+from shoal.views.plots.series import Panel, Picture, PlotCurve, Point
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-NAMES = ("reward_all_mean", "entropy_nats")
-"""What is drawn unless the caller says otherwise."""
 EVERY_S = 0.5
 """Seconds between two pictures."""
 MAX_CURVES = 6
@@ -37,7 +34,7 @@ S = TypeVar("S", bound=Stepped)
 
 
 def live(
-    steps: Iterable[S], names: Sequence[str] = NAMES, say: Callable[[str], None] = print,
+    steps: Iterable[S], names: Sequence[str], say: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[S]:  # fmt: skip
     """Yield each step, and draw these metrics. Raises `ConfigError` for more metrics than can be read."""
@@ -60,43 +57,30 @@ def _drawn(
             if show is None:
                 say(line_of(step, names))
             elif clock() >= due:
-                show(png_of(figure_of(numbers, series, names)))
+                show(draw(picture_of(numbers, series, names), "png"))
                 due = clock() + EVERY_S
             yield step
     finally:
         if show is not None and numbers:
-            show(png_of(figure_of(numbers, series, names)))  # the last ones may not have been due
+            show(draw(picture_of(numbers, series, names), "png"))  # the last ones may not have been due
 
 
 def line_of(step: Stepped, names: Sequence[str]) -> str:
     """For example: step 3  reward_all_mean 0.412  entropy_nats 0.93."""
-    return "  ".join([f"step {step.number}", *(f"{name} {_told(step.metrics.get(name))}" for name in names)])
+    return "  ".join(
+        [f"step {step.number}", *(f"{name} {figure(_number(step.metrics.get(name)), 3)}" for name in names)]
+    )
 
 
-def figure_of(numbers: Sequence[int], series: Sequence[Mapping[str, Any]], names: Sequence[str]) -> "Figure":
+def picture_of(numbers: Sequence[int], series: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Picture:
     """One panel for each metric, over the steps. A step without a value leaves a gap."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * min(3, len(names)), 2.6 * math.ceil(len(names) / 3)), layout="constrained")
-    panels = figure.subplots(math.ceil(len(names) / 3), min(3, len(names)), squeeze=False).flatten()
-    for name, axes in zip(names, panels, strict=False):
+    panels = list[Panel]()
+    for name in names:
         values = [_number(metrics.get(name)) for metrics in series]
-        axes.plot(numbers, values, marker="." if len(numbers) < 30 else "", linewidth=1.5)
+        points = [Point(float(number), value, value, value) for number, value in zip(numbers, values, strict=True)]
         metric = declared(name)
-        axes.set_title(f"{name}, {metric.unit}" if metric and metric.unit != name else name, fontsize=9)
-        axes.set_xlabel("step", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.3)
-    for axes in panels[len(names) :]:
-        axes.set_visible(False)
-    return figure
-
-
-def png_of(figure: "Figure") -> bytes:
-    """The picture's bytes."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=90)
-    return out.getvalue()
+        panels.append(Panel(name, metric.unit if metric else "", False, [PlotCurve("", 0, points, 1)]))
+    return Picture("step", panels, ())
 
 
 def _notebook(say: Callable[[str], None]) -> Callable[[bytes], None] | None:
@@ -123,7 +107,3 @@ def _notebook(say: Callable[[str], None]) -> Callable[[bytes], None] | None:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
-def _told(value: object) -> str:
-    return f"{_number(value):.3g}" if not math.isnan(_number(value)) else "-"

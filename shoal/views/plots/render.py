@@ -119,7 +119,7 @@ def _panel(axes: Any, panel: Panel, picture: Picture) -> None:
     axes.set_ylabel(panel.unit, fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(color=INK, alpha=0.12, linewidth=0.6)
-    values = {value for curve in panel.curves for point in curve.points for value in point[1:]}
+    values = {value for curve in panel.curves for point in curve.points for value in point[1:] if value == value}
     if len(values) == 1:  # the axis of a page's chart, with a margin in which the line is seen
         low, high = sorted((0.0, 2 * values.pop() or 1.0))
         axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))

@@ -6,17 +6,15 @@ form that is safe to print.
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet
-from shoal.evaluation_files import interval_of, why_not_comparable
+from shoal.evaluation_files import Evaluation, evaluations_of, interval_of, why_not_comparable
 from shoal.ledger.run import RunCreated
-from shoal.metrics import METRICS, Metric, declared, mean_of_counts
-from shoal.runs.evaluations import HeldOut, read_heldout
+from shoal.metrics import HEADLINES, METRICS, Metric, MetricsLine, declared, is_figure, mean_of_counts, step_of
 from shoal.runs.replay import RunReader
-from shoal.runs.source import Value, step_of
 from shoal.terminal import brief, docs_page
 
 Across = Literal["step", "tokens", "time"]
@@ -34,18 +32,11 @@ EVALUATED = {
     JUDGE: "What a held-out judge, on which nothing is trained, says of the same episodes.",
 }
 
-USUAL = (
-    "reward_all_mean", HELDOUT, JUDGE, "solve_rate", "zero_signal_share", "entropy_nats", "clip_share",
-    "staleness_rollouts", "step_s",
-)  # fmt: skip
-"""What tells how a run goes: what it learns, whether there is signal, how far the policy moves, how fast steps are. Of runs
-without a reward of all groups, that of the batches."""
+USUAL = (HEADLINES[0], HELDOUT, JUDGE, *HEADLINES[1:])
+"""What is drawn without being asked for."""
 
 AS_MEAN = {"staleness_rollouts": "versions, mean"}
 """Metrics that are tables of counts by a number: they are drawn as the mean of that number, with this unit."""
-
-MOST_DRAWN = 1e100
-"""A larger number is a stranger's: sums of it, and the margins of its axis, would not be finite."""
 
 LABEL_CHARS = 40
 MOST_PARTS = 6
@@ -62,9 +53,9 @@ class ReadRun(NamedTuple):
     where: str
     config: dict[str, Any]
     """Its run file without the keys in APART; empty before its log begins."""
-    lines: list[dict[str, Value]]
+    lines: list[MetricsLine]
     """Of metrics, in order of step."""
-    heldout: list[HeldOut]
+    heldout: list[Evaluation]
 
 
 class Point(NamedTuple):
@@ -109,7 +100,7 @@ def read_run(run: RunReader) -> ReadRun:
     lines = run.metrics()
     newest = step_of(lines[-1]) + 1 if lines else 0
     where = PurePath(run.name).name or run.name
-    return ReadRun(name or where, where, config, lines, read_heldout(run.evaluation_files(), newest, False))
+    return ReadRun(name or where, where, config, lines, evaluations_of(run.evaluation_files(), newest, False))
 
 
 def picture_of(
@@ -126,9 +117,7 @@ def picture_of(
     sets = [[run] for run in runs] if apart else seeds_apart(runs)
     labels = labels_of(sets)
     panels = []
-    has_all = any(number_of(line, USUAL[0]) is not None for run in runs for line in run.lines)
-    usual = USUAL if has_all else ("reward_mean", *USUAL[1:])
-    for name in wanted or (*usual, *_parts_of(runs)):
+    for name in wanted or (*USUAL, *_parts_of(runs)):
         curves = [
             PlotCurve(label, number, points, len(same))
             for number, (label, same) in enumerate(zip(labels, sets, strict=True))
@@ -280,13 +269,13 @@ def _x_of(run: ReadRun, across: Across) -> Callable[[int], float]:
     return lambda step: 0.0 if step < 0 else at.get(step, newest)
 
 
-def _begun(lines: Sequence[Mapping[str, Value]]) -> float:
+def _begun(lines: Sequence[MetricsLine]) -> float:
     """When the first step began, seconds since the epoch."""
     first = lines[0] if lines else {}
     return (_number(first.get("time_s")) or 0.0) - (_number(first.get("step_s")) or 0.0)
 
 
-def number_of(line: Mapping[str, Value], name: str) -> float | None:
+def number_of(line: MetricsLine, name: str) -> float | None:
     """The number that is drawn of a metric; None if the line has none."""
     value = line.get(name)
     if name in AS_MEAN and isinstance(value, dict):
@@ -295,9 +284,7 @@ def number_of(line: Mapping[str, Value], name: str) -> float | None:
 
 
 def _number(value: object) -> float | None:
-    if not isinstance(value, int | float) or not abs(value) <= MOST_DRAWN:  # guard: drawn-numbers-are-finite
-        return None
-    return float(value)
+    return float(value) if is_figure(value) else None  # guard: drawn-numbers-are-finite
 
 
 def _mean(values: Any) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 from shoal.alarms import AlarmLine, standing
 from shoal.envs.load import files_needed
 from shoal.errors import ShoalError, StateError
-from shoal.evaluation_files import Judged, interval_of, why_not_comparable
+from shoal.evaluation_files import Evaluation, JudgeResult, interval_of, why_not_comparable
 from shoal.ledger.run import RulesChanged, RunCreated
 from shoal.models.config import ModelConfig
 from shoal.models.hf_config import HFConfig
@@ -25,7 +25,6 @@ from shoal.models.open_model import spec_of
 from shoal.models.parameter_counts import parameters_of
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest
-from shoal.runs.evaluations import HeldOut
 from shoal.runs.redact import public_alarms, without_folders
 from shoal.runs.replay import RunReader, Version
 from shoal.runs.run_status import USAGE
@@ -66,7 +65,7 @@ class ReportContent:
     law: int
     envs: list[tuple[str, str]]
     """Label and name."""
-    heldout: list[HeldOut]
+    heldout: list[Evaluation]
     gain: str
     """What training changed on held-out tasks, in a sentence; empty if there are not two evaluations."""
     nodes: list[t.NodeState]
@@ -135,7 +134,7 @@ def facts_of(run: RunReader) -> ReportContent:
     )  # fmt: skip
 
 
-def gain_of(heldout: Sequence[HeldOut]) -> str:
+def gain_of(heldout: Sequence[Evaluation]) -> str:
     """From the first evaluation to the last, and whether their intervals overlap; the same of a held-out judge. Or why they
     are not compared."""
     if len(heldout) < 2:
@@ -149,7 +148,9 @@ def gain_of(heldout: Sequence[HeldOut]) -> str:
     return " ".join(filter(None, said))
 
 
-def _change(what: str, first: HeldOut | Judged, last: HeldOut | Judged, since: str, version: int) -> str:
+def _change(
+    what: str, first: Evaluation | JudgeResult, last: Evaluation | JudgeResult, since: str, version: int
+) -> str:
     if why := why_not_comparable(first, last):
         return f"{what}: {why}."
     before, after = interval_of(first), interval_of(last)

@@ -5,8 +5,7 @@ policy in the file's head forbids scripts, requests and forms, in case anything 
 """
 
 import contextlib
-import math
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -14,6 +13,7 @@ from markupsafe import Markup
 
 from shoal import __version__
 from shoal.errors import NothingYet
+from shoal.humanize import duration, figure, moment, percent
 from shoal.runs.replay import RunReader
 from shoal.terminal import printable
 from shoal.views.plots.render import draw_inline
@@ -44,7 +44,9 @@ def _environment() -> Environment:
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
         finalize=_shown, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {"when": when, "duration": duration, "share": share, "figure": figure, "result": result}
+    made.filters |= {
+        "when": moment, "duration": duration, "share": percent, "figure": partial(figure, digits=3), "result": result,
+    }  # fmt: skip
     return made
 
 
@@ -55,34 +57,6 @@ def _shown(value: object) -> object:
     return value
 
 
-def when(seconds: float) -> str:
-    """A time, in UTC."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    except (OverflowError, ValueError, OSError):
-        return "at an impossible time"
-
-
-def duration(seconds: float) -> str:
-    """Such as 7 s, 2 min, 1.5 h, 3.2 days."""
-    if not math.isfinite(seconds) or seconds < 0:
-        return "–"
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
-
-
-def share(value: float) -> str:
-    """A share in per cent."""
-    return f"{value:.1%}".replace("%", " %")  # rounded as the terminal does
-
-
-def figure(value: float | None) -> str:
-    """A number with three digits."""
-    return "–" if value is None else f"{value:.3g}"
-
-
 def result(value: float | None) -> str:
     """The mean of an evaluation, with as many digits in each row of a table."""
-    return f"{value:.3f}" if value is not None and abs(value) < 10 else figure(value)
+    return f"{value:.3f}" if value is not None and abs(value) < 10 else figure(value, 3)

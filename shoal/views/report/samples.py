@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from shoal.errors import NothingYet, ShoalError
-from shoal.evaluation_files import AFTER, BEFORE
-from shoal.runs.evaluations import HeldOut, ReadTranscript
+from shoal.evaluation_files import AFTER, BEFORE, Evaluation, Transcript
 from shoal.runs.replay import GroupRef, RunReader
 from shoal.runs.rollouts import ReadGroup, ReadRollout
 
@@ -147,15 +146,15 @@ def shade_of(surprise: float) -> int:
     return sum(not surprise <= edge for edge in SHADES)
 
 
-def _heldout(one: HeldOut) -> ReportSample:
+def _heldout(one: Evaluation) -> ReportSample:
     talks = tuple(map(_episode, _episodes(one)[:TRANSCRIPTS]))
     return ReportSample(one.name, f"held-out tasks, version {one.version}", talks)
 
 
-def _episodes(one: HeldOut) -> list[ReadTranscript]:
+def _episodes(one: Evaluation) -> list[Transcript]:
     return [*one.transcripts, *(transcript for part in one.envs.values() for transcript in part.transcripts)]
 
 
-def _episode(transcript: ReadTranscript) -> Talk:
+def _episode(transcript: Transcript) -> Talk:
     turns = tuple(SampleTurn(who, text[: 8 * MOST_TOKENS]) for who, text in transcript.turns)
     return Talk(transcript.score, transcript.ending, turns, "", False, transcript.fault)

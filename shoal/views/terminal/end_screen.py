@@ -22,12 +22,13 @@ from rich.text import Text
 
 from shoal.config import EnvConfig
 from shoal.envs.run_settings import LOWEST
-from shoal.evaluation_files import Heldout, format_of, why_no_mean, why_not_comparable
+from shoal.evaluation_files import Evaluation, Transcript, format_of, why_no_mean, why_not_comparable
+from shoal.humanize import duration
 from shoal.ledger.members import ASKED_BY_HOST
 from shoal.runs.conversation import SPEAKERS
 from shoal.runs.run_status import RunStatus
 from shoal.terminal import command, printable
-from shoal.views.terminal.panels import BLANK, duration, last_reason, reasons
+from shoal.views.terminal.panels import BLANK, last_reason, reasons
 
 _COLOURS = {"policy": "bold cyan", "user": "white", "system": "dim"}
 _FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
@@ -42,7 +43,7 @@ class RunEnd:
     run_dir: Path
     snapshot: RunStatus
     envs: tuple[EnvConfig, ...]
-    games: tuple[tuple[str, dict[str, Any]], ...]
+    games: tuple[tuple[str, Transcript], ...]
     """Sample episodes of the final policy, each with the label of its environment."""
     called: Mapping[str, str]
     """What summary.json calls each worker, by key."""
@@ -101,18 +102,17 @@ def plain_end(end: RunEnd) -> str:
     return "\n".join([*lines, *_next_steps(end), *(["", *end.advice] if end.advice else [])])
 
 
-def outcome(game: dict[str, Any]) -> str:
+def outcome(game: Transcript) -> str:
     """Won or lost, if the environment says so, and the score."""
-    success = game.get("success")
-    word = "" if success is None else ("won, " if success else "lost, ")
-    if (score := game.get("score")) is None:
-        return f"no score: the environment failed: {printable(str(game.get('fault', '')))}"
-    return f"{word}score {float(score):.2f}"
+    word = "" if game.success is None else ("won, " if game.success else "lost, ")
+    if game.score is None:
+        return f"no score: the environment failed: {printable(game.fault)}"
+    return f"{word}score {game.score:.2f}"
 
 
-def turns(game: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def turns(game: Transcript) -> Iterable[tuple[str, str]]:
     """Who said what."""
-    return ((printable(str(who)), printable(str(text), keep="\n")) for who, text in game.get("turns", ()))
+    return ((printable(who), printable(text, keep="\n")) for who, text in game.turns)
 
 
 def _before_after(end: RunEnd) -> RenderableType:
@@ -130,7 +130,7 @@ def _before_after(end: RunEnd) -> RenderableType:
         for name, one in {label: found, **{f"  {env}": one for env, one in found.get("envs", {}).items()}}.items():
             middle, spread = "none", ""
             if one["mean"] is not None:
-                form = format_of(msgspec.convert(one, Heldout))
+                form = format_of(msgspec.convert(one, Evaluation))
                 middle, spread = f"{one['mean']:{form}}", f"{one['low95']:{form}} to {one['high95']:{form}}"
             style = "bold green" if when == "after" else ""
             faults = f" ({one['faults']:,} without a score)" if one.get("faults") else ""
@@ -210,7 +210,7 @@ def _refusals(end: RunEnd) -> list[str]:
     ]
 
 
-def _game(game: dict[str, Any], title: str) -> RenderableType:
+def _game(game: Transcript, title: str) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column()
@@ -237,15 +237,15 @@ def _interval(found: dict[str, Any] | None) -> str:
         return "not evaluated"
     faults = f", {found['faults']} of them without a score" if found.get("faults") else ""
     if found["mean"] is None:
-        return f"no mean: {why_no_mean(msgspec.convert(found, Heldout))}"
-    form = format_of(msgspec.convert(found, Heldout))
+        return f"no mean: {why_no_mean(msgspec.convert(found, Evaluation))}"
+    form = format_of(msgspec.convert(found, Evaluation))
     spread = f"95 %: {found['low95']:{form}} to {found['high95']:{form}}"
     return f"{found['mean']:{form}} ({spread}, {found['episodes']} episodes{faults})"
 
 
 def _gain(heldout: dict[str, Any]) -> list[str]:
     """What training changed, in one line, if it was evaluated before and after."""
-    before, after = msgspec.convert((heldout["before"], heldout["after"]), tuple[Heldout | None, Heldout | None])
+    before, after = msgspec.convert((heldout["before"], heldout["after"]), tuple[Evaluation | None, Evaluation | None])
     if before is None or after is None:
         return []
     if why := why_not_comparable(before, after):

@@ -20,17 +20,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shoal.evaluation_files import Heldout, format_of, interval_of
+from shoal.evaluation_files import Evaluation, format_of, interval_of
+from shoal.humanize import duration
 from shoal.ledger.hints import split_remedy
-from shoal.metrics import HEADLINE_METRICS
+from shoal.metrics import FIGURES
 from shoal.runs.run_status import STARTING, RunStatus, left_label, seconds_left
 from shoal.terminal import brief, printable, wrapped
 from shoal.views.terminal import panels
 from shoal.views.terminal.panels import (
     LAUNCHER_LOG,
     WATCHDOG_S,
-    duration,
-    format_figure,
     in_trouble,
     nodes_table,
     workers,
@@ -182,12 +181,11 @@ def plain(snapshot: RunStatus) -> str:
     parts = [f"step {snapshot.step}/{snapshot.steps}"]
     if cut := panels.at_token_limit(snapshot):
         parts.append(f"at_token_limit={cut}")
-    for label, name, form in HEADLINE_METRICS:
-        value = snapshot.latest(name)
-        if value is not None:
-            parts.append(f"{label.replace(' ', '_')}={format_figure(value, form)}")
+    for name, metric in FIGURES.items():
+        if (value := snapshot.latest(name)) is not None:
+            parts.append(f"{metric.title.replace(' ', '_')}={value:{metric.form}}")
     for env, value in snapshot.by_env("reward_mean").items():
-        parts.append(f"batch_reward_{_word(env)}={format_figure(value, '3f')}")
+        parts.append(f"batch_reward_{_word(env)}={value:.3f}")
     parts += [f"solved_{_word(env)}={said.replace(' ', '')}" for env, said in panels.solved(snapshot).items()]
     if failed := panels.faults(snapshot):
         parts.append(f"env_faults={failed}")
@@ -225,7 +223,7 @@ def _each_new(snapshot: RunStatus, after: int) -> list[str]:
     ]
 
 
-def _of_heldout(name: str, found: Heldout) -> list[str]:
+def _of_heldout(name: str, found: Evaluation) -> list[str]:
     """The mean of an evaluation, and on how many of its episodes the environment failed."""
     figures = interval_of(found)
     mean = f"{name}={figures[0]:{format_of(found)}}" if figures else f"{name}=none"

@@ -13,13 +13,14 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from shoal.humanize import duration
 from shoal.ledger.constants import LAW
 from shoal.protocol import messages as t
 from shoal.roles.node.activity import JudgingStats
 from shoal.runs.run_status import RunStatus, left_label, seconds_left, trend_of
 from shoal.terminal import brief
 from shoal.views.terminal import panels
-from shoal.views.terminal.panels import duration, last_reason
+from shoal.views.terminal.panels import last_reason
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.evaluation_files import Heldout, Judged, format_of, interval_of, why_no_mean
+from shoal.evaluation_files import Evaluation, JudgeResult, format_of, interval_of, why_no_mean
+from shoal.humanize import duration
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import split_remedy
 from shoal.ledger.members import ASKED_BY_HOST
-from shoal.metrics import HEADLINE_METRICS
+from shoal.metrics import FIGURES
 from shoal.monitors.advice import MANY_OVERLONG
 from shoal.monitors.inputs import is_number
 from shoal.protocol.messages import NodeState
@@ -97,9 +98,9 @@ def figures(snapshot: RunStatus) -> list[tuple[Text, str]]:
     rows += [
         (Text(f"held-out {brief(version)}"), _heldout(found)) for version, found in _first_and_last(snapshot.heldout)
     ]
-    for label, name, form in HEADLINE_METRICS:
+    for name, metric in FIGURES.items():
         value = snapshot.latest(name)
-        rows.append((Text(label), "-" if value is None else format_figure(value, form)))
+        rows.append((Text(metric.title), "-" if value is None else format(value, metric.form)))
     if failed := faults(snapshot):
         rows.append((Text("env faults"), failed))
     speed = snapshot.tokens_per_s()
@@ -110,7 +111,7 @@ def figures(snapshot: RunStatus) -> list[tuple[Text, str]]:
         rows += [(_indented("its judge"), _heldout(found.judge))] if found.judge is not None else []
     if rewards := snapshot.by_env("reward_mean"):
         rows.append((Text("batch reward"), ""))
-    rows += [(_indented(env), format_figure(reward, "3f")) for env, reward in rewards.items()]
+    rows += [(_indented(env), f"{reward:.3f}") for env, reward in rewards.items()]
     if rates := solved(snapshot):
         rows.append((Text("solved × weight"), ""))
     return rows + [(_indented(env), said) for env, said in rates.items()]
@@ -119,7 +120,7 @@ def figures(snapshot: RunStatus) -> list[tuple[Text, str]]:
 def at_token_limit(snapshot: RunStatus) -> str:
     """The share of the newest step's rollouts that a token limit ended; empty unless they are many."""
     share = snapshot.metrics[-1].get("overlong_share") if snapshot.metrics else None
-    return format_figure(share, "%") if is_number(share) and share > MANY_OVERLONG else ""
+    return f"{share:.1%}" if is_number(share) and share > MANY_OVERLONG else ""
 
 
 def faults(snapshot: RunStatus) -> str:
@@ -278,18 +279,6 @@ def chart(values: Sequence[float], total: int, width: int, height: int, low: flo
     ]
 
 
-def duration(seconds: float) -> str:
-    """Such as 7s, 2m03s, 1h02m, 3d04h."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 2 * 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
-
-
 def staleness(snapshot: RunStatus) -> str:
     """The newest step's rollouts by age in policy versions."""
     ages = snapshot.metrics[-1].get("staleness_rollouts") if snapshot.metrics else None
@@ -299,21 +288,15 @@ def staleness(snapshot: RunStatus) -> str:
     return ", ".join(f"{age}:{count / total:.0%}" for age, count in sorted(ages.items(), key=lambda item: int(item[0])))
 
 
-def format_figure(value: float, form: str) -> str:
-    if form == "%":
-        return f"{value:.1%}"
-    return f"{value:,.0f}" if form == "0f" else f"{value:.{form}}"
-
-
-def _first_and_last(evaluations: tuple[tuple[str, Heldout], ...]) -> tuple[tuple[str, Heldout], ...]:
+def _first_and_last(evaluations: tuple[tuple[str, Evaluation], ...]) -> tuple[tuple[str, Evaluation], ...]:
     return evaluations if len(evaluations) < 3 else (evaluations[0], evaluations[-1])
 
 
-def _heldout(found: Heldout | Judged) -> str:
+def _heldout(found: Evaluation | JudgeResult) -> str:
     if (figures := interval_of(found)) is None:
-        return why_no_mean(found) if isinstance(found, Heldout) else "failed on all episodes"
+        return why_no_mean(found) if isinstance(found, Evaluation) else "failed on all episodes"
     mean, low, high = figures
-    faults = f", {found.faults} faults" if isinstance(found, Heldout) and found.faults else ""
+    faults = f", {found.faults} faults" if isinstance(found, Evaluation) and found.faults else ""
     if (form := format_of(found)) == ".3f":
         return f"{mean:{form}} ({low:.2f} to {high:.2f}){faults}"
     return f"{mean:.1%} ({low:.0%}-{high:.0%}){faults}"

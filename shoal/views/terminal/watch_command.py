@@ -10,10 +10,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from rich.console import Console
@@ -22,7 +22,7 @@ from shoal.alarms import Alarm, standing_alarms
 from shoal.errors import EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, ShoalError
 from shoal.evaluation_files import results_in
 from shoal.ledger.log.writer import BrokenLog, UnknownRules
-from shoal.metrics import read_metrics
+from shoal.metrics import MetricsTail, clean_metrics
 from shoal.net.client import Client
 from shoal.net.server_process import living_pid, port_of_living
 from shoal.protocol.messages import NodeState, Status
@@ -33,13 +33,12 @@ from shoal.runs.replay import open_run
 from shoal.runs.run_status import (
     USAGE,
     CoordinatorWatch,
-    MetricsWatch,
     RunStatus,
     own_keys,
     suspended_process,
     wall_s_before,
 )
-from shoal.runs.url_status import RemoteRun, cleaned_metrics
+from shoal.runs.url_status import RemoteRun
 from shoal.terminal import as_called, printable
 from shoal.views.terminal.keyboard import Keyboard, keyboard
 from shoal.views.terminal.live_view import LiveView, draws_on, plain, plain_pause, print_lines, render
@@ -77,7 +76,7 @@ class FolderWatch:
         self._folder = RunFolder(root)
         self._config = self._folder.config()
         self._coordinator = CoordinatorWatch(self._folder.address, self._config.host.bind, is_reader=True)
-        self._metrics = MetricsWatch(self._folder.metrics, _cleaned)
+        self._metrics = MetricsTail(self._folder.metrics, clean_metrics)  # guard: cleaned-files
         self._samples = Samples(NewestSample(self._folder))
         self._log: _Log | None = None
         """Of a run that nobody hosts."""
@@ -131,7 +130,7 @@ class FolderWatch:
         cheaters = own_keys(folder, names).values() or {node.key for node in nodes if node.name in names}
         return RunStatus(
             name=config.name, out=str(folder.root), steps=config.steps, status=status, url=self._coordinator.url(),
-            elapsed_s=wall_s_before(folder.root / USAGE), metrics=self._metrics.read(),
+            elapsed_s=wall_s_before(folder.root / USAGE), metrics=self._metrics.lines(),
             nodes=nodes, cheaters=frozenset(cheaters),
             heldout=results_in(folder.evaluations), sample=self._samples.latest(),
             notice=notice, alarms=[with_dated_figures(alarm) for alarm in standing_alarms(folder.alarms)],
@@ -199,13 +198,6 @@ class _Log:
             self.trouble = f"Its log {fault}: {error}"
             is_read = fault == "is not whole" or isinstance(error, BrokenLog | UnknownRules)
             self.exit_code = EXIT_NO if is_read else EXIT_USER_ERROR
-
-
-def _cleaned(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file that may be a stranger's."""
-    yield from (
-        kept for line in read_metrics(path) if (kept := cleaned_metrics(line)) is not None
-    )  # guard: cleaned-files
 
 
 @contextlib.asynccontextmanager

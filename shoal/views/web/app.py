@@ -29,6 +29,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.errors import ShoalError
+from shoal.humanize import duration
 from shoal.views.web.csv_export import Download, Places, lines_of_csv
 from shoal.views.web.format import STATIC, parts, templates
 from shoal.views.web.group_pages import GROUP_VIEWS
@@ -236,7 +237,7 @@ class _Page:
             return "The run has ended"
         if condition.get("is_live"):
             late_s = self._shelf.late_s(asked.run)
-            return f"As of {late_s} s ago" if late_s else "Live"
+            return f"As of {duration(late_s)} ago" if late_s else "Live"
         return "Stopped" if condition.get("is_stopped") else "No answer" if condition else ""
 
     def refuse(self, request: Request, error: Exception) -> Response:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from shoal.evaluation_files import Heldout, why_not_comparable
-from shoal.metrics import meaning_of
+from shoal.evaluation_files import Evaluation, why_not_comparable
+from shoal.metrics import HEADLINES, meaning_of, title_of
 from shoal.runs.tables import Row
 from shoal.views.web.index.queries import IndexQueries
 
@@ -50,21 +50,10 @@ BY_VERSION = "by-version"
 MOST_ENVS = 6
 """Environments of which the first page has a chart each: bands in one chart would cover each other."""
 
-REWARDS = ("reward_all_mean", "reward_mean")
-"""Of all rollouts, as the terminal shows it; of the batch alone, in runs of before there was the other."""
+REWARD = HEADLINES[0]
 
-OVERVIEW = (REWARDS[0], BY_VERSION, "heldout", "entropy_nats", "clip_share", "staleness_rollouts", "step_s",
-            "train_tokens_per_s")  # fmt: skip
+OVERVIEW = (REWARD, BY_VERSION, "heldout", *HEADLINES[1:])
 """Charts of the first page, where the run has their numbers."""
-
-
-TITLES = {
-    "reward_all_mean": "Reward, all groups", "reward_mean": "Reward, groups with a signal",
-    "reward_part": "Parts of the reward", "entropy_nats": "Entropy", "loss": "Loss",
-    "clip_share": "Clipped tokens", "staleness_rollouts": "Staleness", "step_s": "Time of a step", "kl_nats": "KL",
-    "train_tokens_per_s": "Training speed", "solve_rate": "Solved", "grad_norm": "Gradient norm", "lr": "Learning rate",
-}  # fmt: skip
-"""Of metrics that people look for by another word; others have their names."""
 
 
 def chart_of(look: IndexQueries, run: int, name: str, smooth: float = 0.0, known: Sequence[str] = ()) -> Chart:
@@ -79,7 +68,7 @@ def chart_of(look: IndexQueries, run: int, name: str, smooth: float = 0.0, known
     series = {metric: _points(look, run, metric, smooth, wide) for metric in family}
     told = meaning_of(name)
     unit, sentence = (told.unit, told.sentence) if told else ("", "")
-    drawn = _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series, wide)
+    drawn = _aligned(Chart(name, title_of(name), unit, sentence, "step", [], []), series, wide)
     lines = [line._replace(label=line.label.partition("/")[2] or "all") for line in drawn.lines]
     return drawn._replace(lines=lines)  # labelled last: an environment may be called "all"
 
@@ -113,7 +102,7 @@ def compared(look: IndexQueries, runs: Mapping[int, str], name: str, smooth: flo
     series = {f"{run} {label}": _points(look, run, name, smooth, wide) for run, label in drawn}
     known = meaning_of(name)
     unit, sentence = (known.unit, known.sentence) if known else ("", "")
-    return _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series, wide)
+    return _aligned(Chart(name, title_of(name), unit, sentence, "step", [], []), series, wide)
 
 
 def _wide(last_step: int) -> int:
@@ -147,13 +136,7 @@ def overview_charts(look: IndexQueries, run: int) -> list[str]:
     more = [f"{BY_VERSION}/{env}" for env in envs[:MOST_ENVS]] if len(envs) > 1 else []
     names = look.names(run)
     more += ["reward_part"] if any(name.startswith("reward_part/") for name in names) else []
-    usual = (reward_name(names), *OVERVIEW[1:])
-    return [part for name in usual for part in ([name, *more] if name == BY_VERSION else [name])]
-
-
-def reward_name(names: Sequence[str]) -> str:
-    """Which metric is the reward of a run that has these: the first of REWARDS that it has."""
-    return next((name for name in REWARDS if name in names), REWARDS[0])
+    return [part for name in OVERVIEW for part in ([name, *more] if name == BY_VERSION else [name])]
 
 
 def rewards_of(look: IndexQueries, run: int, env: str = "") -> list[Row]:
@@ -200,7 +183,7 @@ def _heldout(look: IndexQueries, run: int) -> Chart:
     faulty = {
         row["version"]
         for row in found
-        if why_not_comparable(Heldout(None, None, None, row["episodes"], faults=row["faults"] or 0))
+        if why_not_comparable(Evaluation(None, None, None, row["episodes"], faults=row["faults"] or 0))
     }
     rows = [row for row in found if not row["env"] and row["version"] not in faulty]
     rows = list({row["version"]: row for row in rows}.values())

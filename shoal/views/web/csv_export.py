@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.metrics import meaning_of
 from shoal.runs.tables import Row, csv_line
-from shoal.views.web.charts import REWARDS, family_of, rewards_of
+from shoal.views.web.charts import family_of, rewards_of
 from shoal.views.web.group_pages import only_of
 from shoal.views.web.index.group_queries import GroupFilter, groups
 from shoal.views.web.index.queries import MOST_ROWS, IndexQueries
@@ -243,7 +243,7 @@ def _runs(asked: PageRequest) -> Iterator[Row]:
         yield {
             **row, "phase": phase, "version": facts.get("version"),
             "steps": facts.get("steps"), "accepted": facts.get("accepted"), "step": found["metrics_step"],
-            **{name: metrics.get(name) for name in REWARDS}, "entropy_nats": metrics.get("entropy_nats"),
+            **{name: metrics.get(name) for name in ("reward_all_mean", "reward_mean", "entropy_nats")},
             "heldout": whole[-1]["mean"] if whole else None, "heldout_version": whole[-1]["version"] if whole else None,
             "step_s": found["step_s"], "left_s": found["left_s"] if condition.get("is_live") else None,
         }  # fmt: skip

@@ -5,10 +5,9 @@ of a line, are shown as escapes, and `<bdi>` in the templates keeps the rest apa
 """
 
 import hashlib
-import math
 import shlex
 from collections.abc import Callable
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -17,14 +16,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.environment import TemplateModule
 from starlette.datastructures import QueryParams
 
+from shoal import humanize
 from shoal.ledger.hints import split_remedy
 from shoal.runs.event_text import KEY_CHARS
 from shoal.terminal import as_called, brief, printable
 
 HERE = Path(__file__).parent
 TEMPLATES, STATIC = HERE / "templates", HERE / "static"
-
-NONE = "–"
 
 
 def templates() -> Environment:
@@ -34,12 +32,14 @@ def templates() -> Environment:
     )
     env.autoescape = True  # guard: page-escapes-all
     env.filters |= {
-        "number": number, "whole": whole, "percent": percent, "when": when, "iso": iso, "span": span,
-        "cut": cut, "shown": shown, "said": said, "query": query, "after": after, "day": day, "clock": clock,
+        "number": number, "whole": whole, "percent": percent, "when": humanize.moment, "iso": iso,
+        "span": humanize.duration,
+        "cut": cut, "shown": shown, "said": said, "query": query, "after": after,
+        "day": partial(humanize.moment, form="%A, %Y-%m-%d"), "clock": partial(humanize.moment, form="%H:%M:%S"),
         "kind_class": kind_class, "quoted": shlex.quote, "split_remedy": split_remedy,
         "at_commands": at_commands,
     }  # fmt: skip
-    env.globals |= {"dash": NONE, "asset": _assets().__getitem__}
+    env.globals |= {"dash": humanize.UNKNOWN, "asset": _assets().__getitem__}
     return env
 
 
@@ -73,72 +73,24 @@ def at_commands(text: str, run: str) -> list[str]:
     return as_called(text, Path(run)).split("`")
 
 
-def number(value: Any, digits: int = 4) -> str:
-    """A figure with so many significant digits; what a host says instead of one, as text."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return NONE
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return shown(value)
-    if isinstance(value, int) or (value == int(value) and abs(value) < 1e6):
-        return whole(value)
-    return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
+def number(value: object, digits: int = 4) -> str:
+    """A figure with so many significant digits; a text, such as what a trainer waited for, as it is."""
+    return humanize.figure(value, digits) if isinstance(value, int | float | None) else shown(value)
 
 
-def whole(value: Any) -> str:
+def percent(value: object) -> str:
+    """A share of 1; a text as it is."""
+    return humanize.percent(value) if isinstance(value, int | float | None) else shown(value)
+
+
+def whole(value: float | None) -> str:
     """A whole number with its thousands apart."""
-    return NONE if value is None else f"{int(value):,}"
-
-
-def percent(value: Any) -> str:
-    """A share of 1; what a host says instead of one, as text."""
-    if value is not None and not isinstance(value, int | float):
-        return shown(value)
-    return NONE if value is None or not math.isfinite(value) else f"{100 * value:.3g} %"
-
-
-def when(time_s: float | None) -> str:
-    """A time in UTC."""
-    found = _moment(time_s)
-    return f"{found:%Y-%m-%d %H:%M:%S}" if found else NONE
-
-
-def day(time_s: float | None) -> str:
-    """The date of a time in UTC."""
-    found = _moment(time_s)
-    return f"{found:%A, %Y-%m-%d}" if found else NONE
-
-
-def clock(time_s: float | None) -> str:
-    """The time of the day in UTC."""
-    found = _moment(time_s)
-    return f"{found:%H:%M:%S}" if found else NONE
+    return humanize.UNKNOWN if value is None else f"{int(value):,}"
 
 
 def iso(time_s: float | None) -> str:
-    """The same for machines."""
-    found = _moment(time_s)
-    return found.isoformat(timespec="seconds") if found else ""
-
-
-def _moment(time_s: float | None) -> datetime | None:
-    try:
-        return datetime.fromtimestamp(time_s, UTC) if time_s is not None else None
-    except (OverflowError, ValueError, OSError):
-        return None
-
-
-def span(seconds: float | None) -> str:
-    """A length of time with two units at most."""
-    if seconds is None or not math.isfinite(seconds):
-        return NONE
-    if 0 < seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, hours, days = round(seconds / 60), round(seconds / 3600), seconds / 86400
-    if minutes < 120:
-        return f"{minutes} min"
-    return f"{hours} h" if hours < 72 else f"{days:.1f} days"
+    """A time for machines; empty if it is unknown."""
+    return humanize.moment(time_s, "%Y-%m-%dT%H:%M:%S+00:00").replace(humanize.UNKNOWN, "")
 
 
 def cut(key: object, most: int = KEY_CHARS) -> str:

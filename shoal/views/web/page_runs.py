@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, ShoalError, StateError
+from shoal.evaluation_files import Transcript
 from shoal.run_folder import is_url
-from shoal.runs.evaluations import ReadTranscript
 from shoal.runs.redact import public_url, without_paths
 from shoal.runs.replay import GroupRef, RunReader, open_run
 from shoal.runs.rollouts import ReadGroup
@@ -224,7 +224,7 @@ class PageRuns:
         with self._reading(number) as reading:
             return reading.answer(place)
 
-    def transcripts(self, number: int, private: bool) -> dict[tuple[str, str], tuple[ReadTranscript, ...]]:
+    def transcripts(self, number: int, private: bool) -> dict[tuple[str, str], tuple[Transcript, ...]]:
         """Held-out episodes by evaluation and environment; none unless the host asks. Raises `NothingYet`, `ShoalError`."""
         if not private:  # guard: page-keeps-heldout-episodes
             return {}

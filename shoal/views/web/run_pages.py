@@ -16,7 +16,7 @@ from shoal.runs.run_status import TREND_STEPS, trend_of
 from shoal.runs.tables import Row
 from shoal.views.web.charts import (
     BY_VERSION,
-    REWARDS,
+    REWARD,
     Chart,
     chart_of,
     compared,
@@ -25,7 +25,6 @@ from shoal.views.web.charts import (
     has_chart,
     overview_charts,
     picture_of,
-    reward_name,
     rewards_of,
 )
 from shoal.views.web.format import query
@@ -36,6 +35,9 @@ from shoal.views.web.page_request import ANY_PLACE, LARGEST, NotHere, PageReques
 
 MOST_CHARTS = 9
 """Of one page of figures."""
+
+EPISODES = 10
+"""Of one page of held-out tasks."""
 
 MOST_ALARMS = 5
 """Of an overview, the critical ones first."""
@@ -55,7 +57,7 @@ def overview(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
         "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview",
         "disk": asked.shelf.free_bytes(run) if asked.is_host else None,
         "staleness": mean_of_counts(found["metrics"].get("staleness_rollouts")),
-        "reward": _newest(found["metrics"], REWARDS), "first_reward": _first_reward(asked), "trend": _trend(asked),
+        "reward": found["metrics"].get(REWARD), "first_reward": _first_reward(asked), "trend": _trend(asked),
         "last_verdict": _last_verdict(asked),
         "failed": look.rows("SELECT total(faults) AS rollouts FROM groups WHERE run = ?", run)[0]["rollouts"],
         "per_env": {name.partition("/")[2]: value for name, value in sorted(values_of(found["metrics"]))
@@ -215,14 +217,14 @@ def comparison(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     labels = _labels(runs, drawn)
     names = sorted({name for row in runs for name in asked.look.names(row["run"])} - {"step", "time_s"})
     chosen = [name for name in asked.words("metric") if name in names] or [
-        name for name in (reward_name(names), "entropy_nats") if name in names
+        name for name in (REWARD, "entropy_nats") if name in names
     ]
     charts = [_drawn(compared(asked.look, labels, name, asked.smooth())) for name in chosen[:12]]
     figures = [
         {
             **row,
             **(of_run := asked.look.overview(row["run"])),
-            "reward": _newest(of_run["metrics"], REWARDS),
+            "reward": of_run["metrics"].get(REWARD),
             "unread": asked.shelf.unread(row["run"]),
             "raised": len(replace(asked, run=row["run"]).alarms(only_open=True)),
         }
@@ -309,7 +311,7 @@ def _spreads(asked: PageRequest, step: int | None, metrics: Mapping[str, Any]) -
     batch = look.rows(f"SELECT env, min(public) AS public, {of_batch} GROUP BY env", run, step)
     are_known = all(row["env"] is not None and (row["public"] or asked.is_host) for row in batch)
     spreads = {row["env"]: row["spread"] for row in batch if are_known}
-    if metrics.get(REWARDS[0]) is None:
+    if metrics.get(REWARD) is None:
         return spreads | {"": look.rows(f"SELECT {of_batch}", run, step)[0]["spread"]}
     ends = {row["version"]: row["batch_seq"] for row in look.rows(
         "SELECT version, batch_seq FROM versions WHERE run = ? AND version IN (?, ?)", run, step - 1, step
@@ -318,26 +320,15 @@ def _spreads(asked: PageRequest, step: int | None, metrics: Mapping[str, Any]) -
     return spreads | {"": look.rows(since, run, ends.get(step - 1), ends.get(step))[0]["spread"]}
 
 
-def _newest(line: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The first of some metrics that a step has."""
-    return next((line[name] for name in names if line.get(name) is not None), None)
-
-
 def _first_reward(asked: PageRequest) -> float | None:
-    line = {
-        row["name"]: row["value"]
-        for row in asked.look.rows(
-            "SELECT name, value FROM series WHERE run = ? AND name IN (?, ?) AND step = 0", asked.run, *REWARDS
-        )
-    }
-    first: float | None = _newest(line, REWARDS)
-    return first
+    found = asked.look.rows("SELECT value FROM series WHERE run = ? AND name = ? AND step = 0", asked.run, REWARD)
+    return found[0]["value"] if found else None
 
 
 def _trend(asked: PageRequest) -> str:
     """The same sentence as in the terminal of `shoal join`."""
     newest = asked.look.rows(
-        "SELECT value FROM series WHERE run = ? AND name = ? ORDER BY step DESC LIMIT ?", asked.run, REWARDS[0],
+        "SELECT value FROM series WHERE run = ? AND name = ? ORDER BY step DESC LIMIT ?", asked.run, REWARD,
         2 * TREND_STEPS,
     )  # fmt: skip
     return trend_of([row["value"] for row in newest[::-1] if row["value"] is not None])

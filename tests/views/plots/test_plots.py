@@ -10,9 +10,8 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.errors import ConfigError, NothingYet, how_to_install
-from shoal.evaluation_files import Judged
+from shoal.evaluation_files import Evaluation, JudgeResult
 from shoal.metrics import METRICS
-from shoal.runs.evaluations import HeldOut
 from shoal.runs.replay import open_run
 from shoal.views.plots.render import _panel, draw, draw_inline, thinned
 from shoal.views.plots.series import EVALUATED, USUAL, ReadRun, picture_of
@@ -60,8 +59,8 @@ def test_smoothing_takes_the_mean_of_the_last_steps():
 
 
 def test_held_out_results_stand_at_their_version_with_their_interval():
-    found = [HeldOut(0.5, 0.4, 0.6, 10, "success", name="before", version=0)]
-    found.append(HeldOut(0.9, 0.8, 1.0, 10, "success", name="after", version=2))
+    found = [Evaluation(0.5, 0.4, 0.6, 10, measure="success", name="before", version=0)]
+    found.append(Evaluation(0.9, 0.8, 1.0, 10, measure="success", name="after", version=2))
     picture = picture_of([read(heldout=found)], ["heldout"])
     assert points(picture) == [(0.0, 0.5, 0.4, 0.6), (2.0, 0.9, 0.8, 1.0)]
     assert picture.panels[0].unit == "success" and "95 %" in picture.notes[0]
@@ -69,18 +68,17 @@ def test_held_out_results_stand_at_their_version_with_their_interval():
 
 
 def test_an_evaluation_with_many_faults_is_not_drawn():
-    found = [HeldOut(0.5, 0.4, 0.6, 10, "success", name="before", version=0)]
-    found.append(HeldOut(0.9, 0.8, 1.0, 10, "success", name="after", version=2, faults=5))
+    found = [Evaluation(0.5, 0.4, 0.6, 10, measure="success", name="before", version=0)]
+    found.append(Evaluation(0.9, 0.8, 1.0, 10, measure="success", name="after", version=2, faults=5))
     assert points(picture_of([read(heldout=found)], ["heldout"])) == [(0.0, 0.5, 0.4, 0.6)]
 
 
 def test_without_names_the_picture_has_what_tells_how_a_run_goes():
-    run = read(staleness_rollouts={"0": 1, "2": 3}, entropy_nats=0.5, waiting_for="batch", update_skipped=0)
+    run = read(staleness_rollouts={"0": 1, "2": 3}, entropy_nats=0.5, reward_all_mean=1, waiting_for="batch", lr=0)
     picture = picture_of([run], [])
-    assert [panel.metric for panel in picture.panels] == ["reward_mean", "entropy_nats", "staleness_rollouts", "step_s"]
+    drawn = [panel.metric for panel in picture.panels]
+    assert drawn == ["reward_all_mean", "entropy_nats", "staleness_rollouts", "step_s"]
     assert points(picture, 2)[0][1] == 1.5
-    drawn = [panel.metric for panel in picture_of([read(reward_all_mean=0.25)], []).panels]
-    assert drawn == ["reward_all_mean", "step_s"], "the reward of all groups, as in the terminal"
     assert set(USUAL) - set(EVALUATED) <= METRICS.keys()
 
 
@@ -91,10 +89,9 @@ def test_runs_that_differ_in_their_seed_alone_may_be_drawn_apart():
 
 
 def test_a_judge_and_the_parts_of_a_reward_are_drawn_without_being_asked_for():
-    found = [HeldOut(0.5, 0.4, 0.6, 10, name="before", version=0, judge=Judged(0.3, 0.2, 0.4))]
+    found = [Evaluation(0.5, 0.4, 0.6, 10, name="before", version=0, judge=JudgeResult(0.3, 0.2, 0.4))]
     picture = picture_of([read(heldout=found, **{"reward_part/form": 0.5})], [])
     assert [panel.metric for panel in picture.panels] == [
-        "reward_mean",
         "heldout",
         "heldout_judge",
         "step_s",

@@ -11,11 +11,10 @@ import pytest
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.cli.main import main
 from shoal.errors import StateError
-from shoal.evaluation_files import Judged
+from shoal.evaluation_files import Evaluation, JudgeResult
 from shoal.models.open_model import spec_of
 from shoal.models.parameter_counts import parameters_of
 from shoal.run_folder import RunFolder
-from shoal.runs.evaluations import HeldOut
 from shoal.runs.redact import without_folders
 from shoal.runs.replay import open_run
 from shoal.views.report import html as page
@@ -81,7 +80,7 @@ def test_it_says_what_the_run_was_and_how_to_verify_it(ended):
     text = Reader(source).text
     for said in ("town", run.run, run.state.head, run.state.run_key, "2 of 2", "cheater", "sampling",
                  "The policy that samples and the one that learns",
-                 "Success rose from 0.5 in version 0 to 0.9 in version 2", "0.800 to 1.000", "trainer30.0 s",
+                 "Success rose from 0.5 in version 0 to 0.9 in version 2", "0.800 to 1.000", "trainer30s",
                  '"max_turn_tokens": 6', "shoal ledger verify RUN_FOLDER", "newest: version",
                  "Made 1970-01-01 00:00 UTC"):  # fmt: skip
         assert "".join(said.split()) in "".join(text.split()), said
@@ -215,14 +214,14 @@ def test_the_command_writes_the_file(town, tmp_path, capsys):
 
 def test_a_gain_is_told_with_its_certainty():
     def at(mean, low, high, version):
-        return HeldOut(mean, low, high, 9, "success", version=version)
+        return Evaluation(mean, low, high, 9, measure="success", version=version)
 
     assert "do not touch" in gain_of([at(0.2, 0.1, 0.3, 0), at(0.6, 0.5, 0.7, 9)])
     assert "may be chance" in gain_of([at(0.2, 0.1, 0.3, 0), at(0.1, 0.0, 0.2, 9)]) and gain_of([at(0, 0, 0, 0)]) == ""
 
 
 def test_evaluations_with_many_faults_are_not_compared_in_a_report():
-    good, judge = HeldOut(0.2, 0.1, 0.3, 20, "success", version=0), Judged(0.5, 0.4, 0.6, episodes=20)
+    good, judge = Evaluation(0.2, 0.1, 0.3, 20, measure="success", version=0), JudgeResult(0.5, 0.4, 0.6, episodes=20)
     bad = msgspec.structs.replace(good, mean=0.9, low95=0.8, high95=1.0, version=9, faults=10)
     assert gain_of([good, bad]).startswith("Success: no comparison, because 10 of 20")
     assert "no comparison" in gain_of([good, msgspec.structs.replace(bad, mean=None, low95=None, high95=None)])
@@ -232,7 +231,9 @@ def test_evaluations_with_many_faults_are_not_compared_in_a_report():
 
 def test_a_judge_that_disagrees_is_told_beside_the_gain():
     def at(mean, judge, version):
-        return HeldOut(mean, mean, mean, 9, "success", version=version, judge=Judged(judge, judge - 0.1, judge + 0.1))
+        return Evaluation(
+            mean, mean, mean, 9, measure="success", version=version, judge=JudgeResult(judge, judge - 0.1, judge + 0.1)
+        )
 
     assert gain_of([at(0.2, 0.5, 0), at(0.6, 0.1, 9)]) == (
         "Success rose from 0.2 in version 0 to 0.6 in version 9: the 95 % intervals do not touch. "

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.evaluation_files import Heldout
+from shoal.evaluation_files import Evaluation, Transcript
 from shoal.protocol.messages import NodeState, Status
 from shoal.runs.run_status import RunStatus
 from shoal.views.terminal.end_screen import RunEnd
@@ -40,19 +40,15 @@ def snapshot() -> RunStatus:
             NodeState("bb" * 32, "worker", "worker-0", "good", 81234, 611, 0, 0, {}, ""),
         ),
         cheaters=frozenset({"aa" * 32}),
-        heldout=(("before", Heldout(0.29, 0.25, 0.33, 512)), ("v25", Heldout(0.41, 0.33, 0.5, 128))),
+        heldout=(("before", Evaluation(0.29, 0.25, 0.33, 512)), ("v25", Evaluation(0.41, 0.33, 0.5, 128))),
         restarts={"trainer": 1},
     )
 
 
 @pytest.fixture
 def end(snapshot: RunStatus) -> RunEnd:
-    game = {
-        "task": "cater",
-        "turns": [["user", "wordle"], ["assistant", "crane"], ["user", "c=r+a+n-e+"], ["assistant", "cater"]],
-        "score": 1.0,
-        "success": True,
-    }
+    turns = ("user", "wordle"), ("assistant", "crane"), ("user", "c=r+a+n-e+"), ("assistant", "cater")
+    game = Transcript("cater", turns, 1.0, True, "done", 9)
     summary = {
         "heldout": {
             "before": {"mean": 0.29, "low95": 0.25, "high95": 0.33, "episodes": 512},

@@ -15,12 +15,12 @@ from rich.console import Console, RenderableType
 
 from shoal.alarms import Alarm
 from shoal.config import EnvConfig
-from shoal.evaluation_files import Heldout
+from shoal.evaluation_files import Evaluation, Transcript
 from shoal.protocol import messages as t
 from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.node.activity import JudgingStats
 from shoal.runs.run_status import RunStatus, SampleConversation
-from shoal.runs.url_status import cleaned_line, cleaned_metrics
+from shoal.runs.url_status import decoded_line
 from shoal.terminal import brief
 from shoal.views.terminal.end_screen import RunEnd, plain_end, render_end
 from shoal.views.terminal.live_view import LiveView, plain, render
@@ -52,9 +52,8 @@ def said_by_strangers(snapshot: RunStatus, evil: str) -> RunStatus:
     )
     status = msgspec.structs.replace(snapshot.status, name=evil, waiting_for=evil, phase=evil, pause_cause=evil)
     figures = {f"{name}/{evil}"[:100]: 0.5 for name in ("reward_mean", "solve_rate", "draw_weight")}
-    line = cleaned_metrics({"step": 37, **figures, "staleness_rollouts": {evil: 3, "0": 1}})
-    assert line is not None
-    found = Heldout(0.5, 0.4, 0.6, 9, envs={evil: Heldout(0.5, 0.4, 0.6, 9)})
+    line = {"step": 37, **figures, "staleness_rollouts": {"0": 1}}
+    found = Evaluation(0.5, 0.4, 0.6, 9, envs={evil: Evaluation(0.5, 0.4, 0.6, 9)})
     return replace(
         snapshot, name=evil, out=evil, hint=evil, status=status, nodes=(bad, *snapshot.nodes),
         metrics=(*snapshot.metrics, line), heldout=((evil, found),),
@@ -157,7 +156,7 @@ def test_a_text_stays_text_at_the_end_of_a_run(end: RunEnd, evil: str, tmp_path:
         "heldout": {"before": found, "after": found}, "staleness": {"0": 3},
         "credits": {evil: {"credits": 1, "role": "honest"}}, "influence": {evil: 1.0},
     }  # fmt: skip
-    game = {"turns": [["assistant", evil], [evil, evil]], "score": 0.5}
+    game = Transcript("", (("assistant", evil), (evil, evil)), 0.5, None, "done", 9)
     over = replace(
         end, summary=summary, snapshot=replace(end.snapshot, name=evil, nodes=nodes), games=((evil, game),),
         envs=(EnvConfig("wordle"), EnvConfig("arithmetic")),
@@ -169,9 +168,9 @@ def test_a_text_stays_text_at_the_end_of_a_run(end: RunEnd, evil: str, tmp_path:
 def test_labels_in_the_metrics_of_a_url_are_kept_as_names_and_shown_as_text(snapshot: RunStatus) -> None:
     lines = [
         kept for i, evil in enumerate(TEXTS)
-        if (kept := cleaned_line(json.dumps({"step": 40 + i, f"reward_mean/{evil}"[:100]: 0.5}).encode())) is not None
+        if (kept := decoded_line(json.dumps({"step": 40 + i, f"reward_mean/{evil}"[:100]: 0.5}).encode())) is not None
     ]  # fmt: skip
-    assert len(lines) > 30
+    assert len(lines) > 9
     for line in lines:
         assert plain(replace(snapshot, metrics=(*snapshot.metrics, line))).isprintable()
     seen = replace(snapshot, metrics=(*snapshot.metrics, *lines))

@@ -14,13 +14,13 @@ from rich.console import Console, RenderableType
 from shoal.cli.host import recipe_as_typed
 from shoal.cli.main import parser
 from shoal.config import EnvConfig
-from shoal.evaluation_files import Heldout
+from shoal.evaluation_files import Evaluation, Transcript
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.runs.run_status import RunStatus, SampleConversation
 from shoal.terminal import printable
 from shoal.views.terminal.end_screen import RunEnd, plain_end, render_end, save_picture
 from shoal.views.terminal.live_view import LiveView, plain, plain_wait, render
-from shoal.views.terminal.panels import chart, duration, figures, figures_table
+from shoal.views.terminal.panels import chart, figures, figures_table
 
 
 def shown(picture: RenderableType, width: int = 110) -> str:
@@ -104,8 +104,8 @@ def test_reward_of_each_environment_of_a_mix_is_shown(snapshot: RunStatus) -> No
     text = shown(render(mix), 120)
     assert "batch reward" in text
     assert re.search(r"  easy +0\.750", text) and re.search(r"  very hard +0\.125", text)
-    parts = {"easy": Heldout(0.81, 0.7, 0.9, 32), "very hard": Heldout(0.01, 0.0, 0.1, 32)}
-    measured = replace(mix, heldout=(("before", Heldout(0.41, 0.33, 0.5, 64, parts)),))
+    parts = {"easy": Evaluation(0.81, 0.7, 0.9, 32), "very hard": Evaluation(0.01, 0.0, 0.1, 32)}
+    measured = replace(mix, heldout=(("before", Evaluation(0.41, 0.33, 0.5, 64, parts)),))
     assert "held-out_before=41.0%  held-out_before_easy=81.0%  held-out_before_very_hard=1.0%" in plain(measured)
     assert re.search(r"  very hard +1\.0% \(0%-10%\)", shown(render(measured), 120))
     assert "batch" not in plain(snapshot) and "batch reward" not in shown(render(snapshot))
@@ -115,8 +115,8 @@ def test_reward_of_each_environment_of_a_mix_is_shown(snapshot: RunStatus) -> No
 
 
 def test_the_plain_line_says_on_how_many_episodes_the_environment_failed(snapshot: RunStatus) -> None:
-    parts = {"hard": Heldout(None, None, None, 32, faults=32), "easy": Heldout(0.9, 0.8, 1.0, 32)}
-    measured = replace(snapshot, heldout=(("before", Heldout(None, None, None, 64, parts, faults=32)),))
+    parts = {"hard": Evaluation(None, None, None, 32, faults=32), "easy": Evaluation(0.9, 0.8, 1.0, 32)}
+    measured = replace(snapshot, heldout=(("before", Evaluation(None, None, None, 64, parts, faults=32)),))
     console = Console(file=io.StringIO(), width=400)
     LiveView(console).show(measured)
     said = console.file.getvalue()  # type: ignore[attr-defined]
@@ -266,10 +266,6 @@ def test_chart_of_equal_values_does_not_divide_by_zero() -> None:
     assert chart([0.0, 0.0], total=2, width=2, height=1, low=0.0, high=0.0) == ["▁▁"]
 
 
-def test_durations_have_at_most_two_units() -> None:
-    assert [duration(s) for s in (7.9, 123, 3720)] == ["7s", "2m03s", "1h02m"]
-
-
 def test_last_table_compares_before_and_after_and_names_the_cheater(end: RunEnd) -> None:
     for text in (shown(render_end(end)), plain_end(end)):
         for expected in (
@@ -381,7 +377,7 @@ def test_last_table_without_evaluation_says_so(end: RunEnd) -> None:
 
 
 def test_what_a_policy_wrote_cannot_steer_the_terminal(end: RunEnd) -> None:
-    evil = {"turns": [["assistant", "\x1b[2J[bold]boo[/bold]\x07"]], "score": 0.0, "success": None}
+    evil = Transcript("", (("assistant", "\x1b[2J[bold]boo[/bold]\x07"),), 0.0, None, "done", 9)
     ended = replace(end, games=(("wordle", evil),))
     for text in (shown(render_end(ended)), plain_end(ended)):
         assert "\x1b[2J" not in text and "\x07" not in text and "[bold]boo" in text
@@ -415,7 +411,7 @@ def test_names_are_not_read_as_markup(snapshot: RunStatus, end: RunEnd) -> None:
     node = msgspec.structs.replace(next(n for n in snapshot.nodes if n.role == "worker"), name=name, last_reason=name)
     evil = replace(snapshot, name=name, out=name, nodes=(node,))
     credits = {name: {"credits": 0, "role": "honest"}}
-    game = {"turns": [[name, name]], "score": 0.0, "success": None}
+    game = Transcript("", ((name, name),), 0.0, None, "done", 9)
     summary, label = end.summary | {"credits": credits, "influence": {name: 0.0}}, "[/x]\x9b"
     envs = (*end.envs, EnvConfig("wordle", label=label))
     figures = end.summary["heldout"]["after"]

@@ -105,7 +105,7 @@ def test_a_host_that_stops_answering_is_silent_from_its_last_answer(
     monkeypatch.setattr("shoal.views.terminal.node_view.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def host(request: httpx.Request) -> httpx.Response:
-        return host_of(snapshot, None)(request) if answers[0] else told({"error": "gone", "code": "no_run"}, 404)
+        return host_of(snapshot)(request) if answers[0] else told({"error": "gone", "code": "no_run"}, 404)
 
     async def story() -> list[float]:
         client = Client("http://host", transport=httpx.MockTransport(host))
@@ -124,7 +124,7 @@ def test_a_host_is_silent_from_its_last_answer_to_the_node_and_not_to_its_view(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr("shoal.views.terminal.node_view.time", SimpleNamespace(monotonic=lambda: now[0]))
-    answers = [httpx.MockTransport(host_of(snapshot, None))]
+    answers = [httpx.MockTransport(host_of(snapshot))]
 
     async def story() -> NodeNow:
         client = Client("http://host", transport=answers[0], monotonic=lambda: now[0])
@@ -247,7 +247,7 @@ def test_p_pauses_and_a_stop_gives_the_terminal_back_at_once(snapshot: RunStatus
     doing, allowance = NodeActivity(stopping=stopping), Allowance()
     view = NodeView("worker", "http://host", doing, allowance)
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={"TERM": "xterm"})
-    client = Client("http://host", transport=httpx.MockTransport(host_of(snapshot, None)))
+    client = Client("http://host", transport=httpx.MockTransport(host_of(snapshot)))
 
     async def story() -> None:
         with _on_screen(console) as (live, lines):

@@ -165,7 +165,7 @@ def test_a_live_page_says_how_old_it_is_when_its_index_is_late(shelf, now):
     shelf.runs[0].is_live = True
     shelf.runs[0].builder._db.execute("""UPDATE conditions SET is_live = 1, told = '{"phase": "running"}'""")
     client, etag = TestClient(page_app(shelf, "")), ""
-    for age_s, badge in ((LATE_S - 1, "Live"), (LATE_S + 6, "As of 20 s ago")):
+    for age_s, badge in ((LATE_S - 1, "Live"), (LATE_S + 6, "As of 20s ago")):
         now[0] = shelf.runs[0].asked_at + age_s
         answer = client.get("/1/figures", headers={"if-none-match": etag})
         assert f'data-badge="{badge}"' in answer.text

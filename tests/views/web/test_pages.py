@@ -21,6 +21,7 @@ from starlette.testclient import TestClient
 
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import ConfigError, NothingYet, StateError
+from shoal.humanize import figure, percent
 from shoal.ledger.leases import LAPSES, LeaseLapsed
 from shoal.ledger.log.check import verify
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
@@ -33,7 +34,7 @@ from shoal.views.web import csv_export
 from shoal.views.web.app import HEADERS, page_app
 from shoal.views.web.charts import Chart, ChartLine, chart_of, compared, picture_of
 from shoal.views.web.csv_export import DOWNLOADS, lines_of_csv
-from shoal.views.web.format import number, parts, percent, templates
+from shoal.views.web.format import parts, templates
 from shoal.views.web.index.group_queries import GroupFilter, groups
 from shoal.views.web.page_request import PageRequest
 from shoal.views.web.page_runs import CHANGE_EVERY_S, PageRuns
@@ -623,7 +624,7 @@ def test_the_host_sees_how_much_of_the_quota_its_blobs_take(host, anyone, town):
     told = {name: text for name, text, _ in figures_of(host.get("/1/").text)}["Blobs"]
     held = sum(file.stat().st_size for file in town.folder.blobs.rglob("*") if file.is_file())
     quota = town.folder.config().storage.quota_mb * 1_000_000
-    assert told == f"{number(held / 1e9, 3)} of {number(quota / 1e9, 3)} GB, {percent(held / quota)}" and held > 0
+    assert told == f"{figure(held / 1e9, 3)} of {figure(quota / 1e9, 3)} GB, {percent(held / quota)}" and held > 0
     assert ">Blobs<" not in anyone.get("/1/").text
 
 
@@ -676,7 +677,7 @@ def test_the_spread_beside_a_reward_is_of_the_groups_behind_it(host, anyone, she
     ]
     told = shelf.look().overview(1)["metrics"]["reward_all_mean"]
     assert sum(map(sum, behind)) / sum(map(len, behind)) == pytest.approx(told)
-    expected = f"± {number(sum(pstdev(rewards) for rewards in behind) / len(behind), 2)}"
+    expected = f"± {figure(sum(pstdev(rewards) for rewards in behind) / len(behind), 2)}"
     for viewer in (host, anyone):
         figures = {name: text.split(" at step")[0] for name, text, _ in figures_of(viewer.get("/1/").text)}
         assert expected in figures["Reward"]
@@ -757,7 +758,7 @@ def test_what_is_of_a_family_has_its_unit_and_meaning_and_an_environment_may_be_
             ("draw_weight/a", "draw_weight/LABEL"),
             ("staleness_rollouts/3", "staleness_rollouts"),
         ):
-            assert told[name] == METRICS[declared]
+            assert told[name] == METRICS[declared][:2]
         assert METRICS["reward_part/NAME"].sentence in html.unescape(client.get("/1/steps/0").text)
         assert shelf.look().metric_names(1, "named part") == ["reward_part/format"]
         assert "name=reward_part" in client.get("/1/").text and "Parts of the reward" in client.get("/1/").text
@@ -790,8 +791,8 @@ def test_a_step_without_a_value_is_a_gap_in_charts_and_their_pictures(tmp_path, 
     lines = [
         {
             "step": step,
-            "loss/a": 1.0,
-            **({} if third <= step < 2 * third else {"loss/b": 2.0 + step, "entropy_nats": 1.0}),
+            "env_metric/a": 1.0,
+            **({} if third <= step < 2 * third else {"env_metric/b": 2.0 + step, "entropy_nats": 1.0}),
         }
         for step in range(steps)
     ]
@@ -799,7 +800,7 @@ def test_a_step_without_a_value_is_a_gap_in_charts_and_their_pictures(tmp_path, 
     with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(root)])) as shelf:
         while shelf.step():
             pass
-        for name, parts in (("loss", [1, 2]), ("entropy_nats", [2])):
+        for name, parts in (("env_metric", [1, 2]), ("entropy_nats", [2])):
             drawn = chart_of(shelf.look(), 1, name)
             assert drawn.x[-1] == steps - 1 and len(drawn.x) <= 400
             assert any(third < x < 2 * third - 1 for x in drawn.x)

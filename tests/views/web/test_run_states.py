@@ -15,13 +15,14 @@ from starlette.testclient import TestClient
 from shoal.launch.run_lock import locked
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
+from shoal.metrics import METRICS
 from shoal.protocol.audit_selection import REPLAY
 from shoal.runs.event_text import sentence_of
 from shoal.runs.replay import open_run
 from shoal.runs.tables import node_note
 from shoal.views.report.html import report_of
 from shoal.views.web.app import page_app
-from shoal.views.web.charts import OVERVIEW, TITLES, Chart, ChartLine, chart_of, overview_charts, picture_of
+from shoal.views.web.charts import OVERVIEW, Chart, ChartLine, chart_of, overview_charts, picture_of
 from shoal.views.web.page_runs import PageRuns
 from tests.envs import brittle
 from tests.ledger.test_no_signal import JUDGES, LONG, WORKER, serve_void, world_of
@@ -144,7 +145,7 @@ def test_the_overview_says_how_old_the_newest_verdict_is_while_the_run_goes_on(s
 def test_nodes_have_shares_of_influence_and_refused_groups_say_what_counts(shelf):
     row = next(row for row in shelf.look().nodes(1, "worker")["rows"] if row["name"] == "honest")
     assert row["influence"] > 1 and row["influence_share"] == 1.0
-    assert "100 %" in words_of(shelf, "/1/nodes") and "as a share of all nodes of its role" in words_of(
+    assert "100.0%" in words_of(shelf, "/1/nodes") and "as a share of all nodes of its role" in words_of(
         shelf, "/1/nodes"
     )
     groups = words_of(shelf, "/1/groups")
@@ -194,15 +195,13 @@ def test_the_page_draws_no_evaluation_that_has_many_faults(shelf, monkeypatch):
 
 def test_no_two_figures_have_the_same_name(shelf):
     look = shelf.look()
-    titles = [chart_of(look, 1, name).title for name in dict.fromkeys([*OVERVIEW, *TITLES])]
-    assert len(titles) == len({*titles}) and "Reward" not in titles
+    titles = [chart_of(look, 1, name).title for name in dict.fromkeys([*OVERVIEW, *METRICS])]
+    assert len(titles) == len({*titles})
 
 
 def test_the_reward_that_the_page_draws_first_is_that_of_all_groups_as_in_the_terminal(shelf):
     look = shelf.look()
-    assert "Reward, all groups reward by step" in words_of(shelf, "/1/") and "reward_mean" not in overview_charts(
-        look, 1
-    )
+    assert "Reward reward by step" in words_of(shelf, "/1/") and "reward_mean" not in overview_charts(look, 1)
     client = TestClient(page_app(shelf, TOKEN))
     compared = client.get("/compare").text
     assert "name=reward_all_mean" in compared and "name=reward_mean" not in compared

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import structs
 
 from shoal.errors import StateError
-from shoal.evaluation_files import why_not_comparable
+from shoal.evaluation_files import Evaluation, why_not_comparable
 from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
 from shoal.ledger.event import Entry
 from shoal.ledger.group_signal import advantages
@@ -27,11 +27,10 @@ from shoal.ledger.status import status_of
 from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed
+from shoal.metrics import MetricsLine, step_of
 from shoal.protocol.algorithm_config import judged_by_trainer, step_credit_of, vine_of
 from shoal.protocol.group_rewards import without_faults
-from shoal.runs.evaluations import HeldOut
 from shoal.runs.replay import RunReader, slot_of, standing_of
-from shoal.runs.source import Value, step_of
 from shoal.runs.tables import event_row, judged, mean, node_note, refusal_rows, spread, verdict_row
 from shoal.views.web.index.insert_rows import MetricsIndex, Quota, decode_bodies, note_alarms
 from shoal.views.web.index.schema import (
@@ -82,7 +81,7 @@ class Builder:
         self._nodes: dict[str, tuple[Any, ...]] = {}
         """Rows as they were written last, by key."""
         self._metrics = MetricsIndex(self._db, self.number)
-        self._later_metrics: list[dict[str, Value]] = []
+        self._later_metrics: list[MetricsLine] = []
         """Lines of metrics that are further than the log was read."""
         self._by_version: dict[int, list[str]] = {}
         """Submissions."""
@@ -125,7 +124,7 @@ class Builder:
         decoded = decode_bodies(self._db, self.number, self.reading, BODIES)
         return bool(entries or lines or decoded)
 
-    def _new_metrics(self) -> list[dict[str, Value]]:
+    def _new_metrics(self) -> list[MetricsLine]:
         """New lines of metrics; while the log is read, those of versions that were read."""
         lines, version = self._later_metrics + self.reading.new_metrics(), self.reading.state.main.version
         is_whole = self.reading.is_at_end
@@ -166,7 +165,7 @@ class Builder:
                         part.faults, part.measure, part.tasks, *judge,
                     ))  # fmt: skip
 
-    def _evaluations(self) -> list[HeldOut]:
+    def _evaluations(self) -> list[Evaluation]:
         """Evaluations; while the log is read, those of versions that were read."""
         found = self.reading.evaluations()
         newest = self._db.execute("SELECT max(version) FROM versions WHERE run = ?", (self.number,)).fetchone()[0] or 0

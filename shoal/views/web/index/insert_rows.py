@@ -13,13 +13,12 @@ from msgspec import structs
 
 from shoal.alarms import AlarmLine
 from shoal.errors import NothingYet, StateError
-from shoal.metrics import meaning_of
+from shoal.metrics import MetricsLine, meaning_of, step_of
 from shoal.protocol import messages as t
 from shoal.run_folder import held_below
 from shoal.runs.redact import alarm_of
 from shoal.runs.replay import GroupRef, RunReader
 from shoal.runs.rollouts import ReadGroup
-from shoal.runs.source import Value, step_of
 from shoal.runs.tables import mean
 from shoal.views.web.index.schema import METRIC, MOST_ROLLOUTS, fit_for_search, numbers_of, plain, query_of, run_word
 
@@ -140,7 +139,7 @@ class MetricsIndex:
         self._named = set[str]()
         """Metrics that full text knows; empty until it was asked."""
 
-    def take(self, lines: Sequence[dict[str, Value]]) -> None:
+    def take(self, lines: Sequence[MetricsLine]) -> None:
         """Write lines, in one transaction. A line takes the place of another of the same step."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")

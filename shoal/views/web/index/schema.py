@@ -1,4 +1,4 @@
-"""The index's database: its tables, and how it is opened.
+"""The index's database: its tables, how it is opened, and the form of values in it.
 
 It is made from runs and can be made again, so one of another version is deleted. Every table has `run`, the number of a run
 in `runs`.
@@ -219,9 +219,11 @@ def told_as_errors(run: str) -> Iterator[None]:
 
 # --- Values of strangers as SQLite and its full text take them ---
 
-
 LARGEST = (1 << 63) - 1
 """SQLite has no larger integers; a log of strangers may."""
+
+MOST_WORDS = 20
+"""Of a search."""
 
 MAX_SEARCHED_CHARS = 50_000
 """Characters of a text that a search covers."""
@@ -265,7 +267,3 @@ def query_of(typed: str, *marks: str) -> str:
     words = [word for word in fit_for_search(typed).split() if word.strip("*")][:MOST_WORDS]
     asked = [f'"{word.rstrip("*").replace(chr(34), chr(34) * 2)}"' + "*" * word.endswith("*") for word in words]
     return " AND ".join([*(f"run : {mark}" for mark in marks), *(f"text : {word}" for word in asked)])
-
-
-MOST_WORDS = 20
-"""Of a search."""

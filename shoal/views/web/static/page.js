@@ -198,9 +198,8 @@
     waiting = setTimeout(poll, every * (0.9 + 0.2 * Math.random()));
   }
 
-  const UNITS = [[1, 60, "s"], [60, 7200, "min"], [3600, 259200, "h"], [86400, Infinity, "days"]];
   function tick() {
-    const late = /^As of (\d+) s ago$/.exec(condition());
+    const late = /^As of (\d+)s ago$/.exec(condition());
     const silent = Date.now() - heard, age = silent + (late ? 1000 * late[1] : 0); // an answer may be on its way for long
     if (silent >= EVERY_MS && age >= LATE_MS && !paused && !failures && (late || condition() === "Live")) polled.textContent = "As of " + length(Math.floor(age / EVERY_MS) * EVERY_MS / 1000) + " ago";
     for (const one of document.querySelectorAll("time[data-since]")) {
@@ -208,8 +207,11 @@
     }
   }
   function length(seconds) {
-    const [size, , word] = UNITS.find((unit) => seconds < unit[1]);
-    return Math.round(seconds / size) + " " + word;
+    const s = Math.floor(seconds), two = (number) => String(number).padStart(2, "0"); // as shoal/humanize.py
+    if (s < 60) return s + "s";
+    if (s < 3600) return Math.floor(s / 60) + "m" + two(s % 60) + "s";
+    if (s < 172800) return Math.floor(s / 3600) + "h" + two(Math.floor(s % 3600 / 60)) + "m";
+    return Math.floor(s / 86400) + "d" + two(Math.floor(s % 86400 / 3600)) + "h";
   }
 
   // --- keys ---
