@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.humanize import percent
 from shoal.launch.role_process import RoleUsage
 from shoal.launch.summary import UsageBook, _troubles, influence_shares
 from shoal.ledger.batches import GroupAccepted
@@ -19,7 +20,6 @@ from shoal.protocol.encoding import to_json
 from shoal.protocol.messages import Faults, NodeState, Status
 from shoal.run_folder import RunFolder
 from shoal.runs.run_status import NO_STATUS, CoordinatorWatch, RunStatus, names_apart
-from shoal.views.report.html import share
 
 STATUS = Status("x", "running", 3, 9, 5, {}, 1, 0, "workers", 2.0)
 
@@ -74,7 +74,7 @@ def test_influence_is_each_workers_share_of_everything_learned() -> None:
     called = names_apart(nodes)
     assert influence_shares(nodes, called) == {"a": 0.75, "b": 0.25}
     shares = influence_shares([node("a", "worker", 50352.0), node("b", "worker", 49648.0)], called)
-    assert f"{shares['a']:.1%}".replace("%", " %") == share(0.50352) == "50.4 %", "rounded once, and as in the report"
+    assert f"{shares['a']:.1%}" == percent(0.50352) == "50.4%", "rounded once, and as in the report"
     assert influence_shares([], {}) == {} and influence_shares([node("a", "worker", 0.0)], called) == {"a": 0.0}
 
 

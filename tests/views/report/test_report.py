@@ -82,7 +82,7 @@ def test_it_says_what_the_run_was_and_how_to_verify_it(ended):
                  "The policy that samples and the one that learns",
                  "Success rose from 0.5 in version 0 to 0.9 in version 2", "0.800 to 1.000", "trainer30s",
                  '"max_turn_tokens": 6', "shoal ledger verify RUN_FOLDER", "newest: version",
-                 "Made 1970-01-01 00:00 UTC"):  # fmt: skip
+                 "Made 1970-01-01 00:00:00 UTC"):  # fmt: skip
         assert "".join(said.split()) in "".join(text.split()), said
     assert len(source) < 2_000_000
 
