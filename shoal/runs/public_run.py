@@ -1,7 +1,6 @@
-"""Where an auditor reads a run from: its folder, without a server; or a coordinator's URL, without a key.
+"""The source of a run's log, blobs and weights: its folder, without a server; or a coordinator's URL, without a key.
 
-It gives the log's bytes, blobs and the weights of versions. It verifies their hashes, and judges nothing else. It only
-reads, so the folder may be that of a live run.
+Hashes are verified, nothing else is judged. It only reads, so the folder may be that of a live run.
 """
 
 import contextlib

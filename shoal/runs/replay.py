@@ -1,6 +1,7 @@
-"""Where the log says what: the numbers of the events behind what a page shows, and how each submission ended.
+"""The log of a run, replayed as it grows, and all that can be looked up beside it: a run as its readers see it.
 
-Kept by `run` while it replays the log, because a state does not remember which event changed it. Pure.
+It reads a folder or a URL through `source`, verifies what it can, and changes nothing. A run may be starting, live, dead or
+replaced by another one. `Marks` has the numbers of the events behind a state, which remembers none.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Whether the reward rises: a sentence that answers it in the terminal and on the page alike. Pure."""
+"""Status of a run at one moment, as a value: from its folder and its coordinator, with time left and reward trend."""
 
 import contextlib
 import json

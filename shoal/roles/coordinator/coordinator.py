@@ -1,6 +1,6 @@
-"""The coordinator's desk: an open run, with what the rules must not have: the clock, the secrets and the blobs.
+"""An open run of the coordinator: leases and submissions, and what the rules must not have: clock, secrets and blobs.
 
-The desk itself handles leases and the submissions that fill them. It does not know HTTP. The rules are in `ledger`.
+HTTP is in `calls`, the rules are in `ledger`.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Shares of few places that many strangers want: nobody gets all of them with many addresses of one network.
+"""Requests by which relays prove whose URL they offer, and fair shares of few places that many strangers want.
 
-Pure.
+Nobody gets all places with many addresses of one network.
 """
 
 import ipaddress

@@ -1,7 +1,7 @@
-"""Which versions' weights some node may still need, where versions are published as patches.
+"""Retention of blobs and weights: what the coordinator keeps, deletes and lets others read.
 
-Pure. An *anchor* is a version that is published whole. A node that has no version fetches the newest anchor and all patches
-after it; slow ones may still be fetching earlier anchors.
+An *anchor* is a version that is published whole. A node that has no version fetches the newest anchor and all patches after
+it; slow ones may still be fetching earlier anchors.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Rows of alarms: each is named by its cause, the node that it is about, and the step at which it was raised.
+"""Rows of the index beside the log's: alarms, decoded rollouts, metrics, and disk usage.
 
-A folder has the whole history of its alarms. A coordinator tells strangers only what stands, by cause: what it does not
-tell any more was cleared, and the sentence about it is ours.
+An alarm is named by its cause, its node, and the step at which it was raised. A folder has the whole history of its alarms.
+A coordinator tells strangers only what stands, by cause: what it does not tell any more was cleared.
 """
 
 import json
