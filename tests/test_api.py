@@ -170,7 +170,7 @@ def test_a_policy_has_the_figures_of_shoal_eval(trained, tmp_path, capsys):
     theirs = read_evaluation(out)
     assert theirs is not None and found.tokens > 0
     assert (found.mean, found.low95, found.high95, found.episodes) == (theirs.mean, theirs.low95, theirs.high95, 24)
-    assert msgspec.json.encode(found) == out.read_bytes()
+    assert msgspec.json.encode(found.as_file()) == out.read_bytes()
 
 
 def test_the_help_of_shoal_eval_says_how_long_an_episode_is(capsys):

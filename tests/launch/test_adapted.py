@@ -77,5 +77,5 @@ def test_a_base_that_cannot_be_coded_is_said_in_one_line_before_anything_starts(
 def test_an_impossible_adapter_is_said_in_one_line_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(ADAPTED)
     refused = run(tmp_path, "run", "small.toml", "--set", "policy.adapter.rank=100000")
-    assert refused.returncode == 2 and "policy.adapter.rank = 100000: must be 0 to 512" in refused.stderr
+    assert refused.returncode == 2 and "policy.adapter.rank = 100000: must be from 0 to 512" in refused.stderr
     assert refused.stderr.count("\n") == 1

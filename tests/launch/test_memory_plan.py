@@ -467,7 +467,7 @@ def test_shifts_can_be_turned_on_and_off(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_each_process_on_a_shared_device_is_told_where_to_queue(config: RunConfig, tmp_path: Path) -> None:
     folder, host = RunFolder(tmp_path), msgspec.structs.replace(config.host, shifts="on")
     shifts = shifts_of(msgspec.structs.replace(config, host=host), folder, LARGE, with_workers=True)
-    assert shifts.flags("train") == shifts.flags("workers") == ["--shifts", str(tmp_path / "shifts" / "cpu")]
+    assert shifts.folder_of("train") == shifts.folder_of("workers") == str(tmp_path / "shifts" / "cpu")
     assert "take shifts on cpu: trainer, validators, workers and evaluations" in shifts.in_words()[0]
     alone = shifts_of(config, folder, LARGE, with_workers=True)
-    assert alone.flags("train") == [] and alone.in_words() == []
+    assert alone.folder_of("train") == "" and alone.in_words() == []

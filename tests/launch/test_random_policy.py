@@ -137,7 +137,7 @@ def test_doctor_says_that_the_adapter_of_8b_fits_into_24_gb(capsys: pytest.Captu
         ]
     )
     said = capsys.readouterr().out
-    assert "ok       memory cpu" in said and "16.5 GB at first, then 88 MB a step" in said
+    assert "ok       memory cpu" in said and "16.5 GB at first, then 87.3 MB a step" in said
     assert (
         main.main(["doctor", "--recipe", path, "--random-policy", "--memory", "20", "--set", "train.device=cpu"]) == 1
     )

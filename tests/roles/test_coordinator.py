@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from shoal.config import BOUNDS
 from shoal.errors import NothingYet, StateError
+from shoal.humanize import duration
 from shoal.ledger.commands import Admin, JoinRun, LeaveRun
 from shoal.ledger.errors import Refused
 from shoal.ledger.hints import WORKER_REMEDY, split_remedy
@@ -329,7 +330,7 @@ def test_a_wait_for_workers_says_how_many_wait_after_lapses(tmp_path):
     member.dropped = 2
     first_s = world.state.rules.lease_s
     assert (
-        f"; 1 of 2 workers waits for a lease, because theirs lapsed in a row: the first {first_s:.0f} s more at most"
+        f"; 1 of 2 workers waits for a lease, because theirs lapsed in a row: the first {duration(first_s)} more at most"
         in (board.status().waiting_for)
     )
     world.now += first_s
@@ -357,14 +358,14 @@ def test_a_wait_for_workers_names_the_one_that_is_silent_also_after_its_lease_la
     waits, silent = at(50.0, "b")
     assert "silent" not in waits and silent == {}, "it may be at work"
     waits, silent = at(70.0, "b")
-    assert waits.startswith("workers: aaaaaa (aaaaaaaaaaaa) silent for 70 s; 0 of ") and silent == {"aaaaaa": 70}
+    assert waits.startswith("workers: aaaaaa (aaaaaaaaaaaa) silent for 1m10s; 0 of ") and silent == {"aaaaaa": 70}
     assert split_remedy(waits)[1] == "", "to start it again would lose its work"
     world.state.close(world.state.leases[lease.id])
     waits, silent = at(80.0, "b")
     assert "silent" not in waits and silent == {"aaaaaa": 80}, "its groups go to the other"
     waits, silent = at(170.0)
     assert (
-        "aaaaaa (aaaaaaaaaaaa) silent for 3 min, bbbbbb (bbbbbbbbbbbb) silent for 90 s; " in waits and len(silent) == 2
+        "aaaaaa (aaaaaaaaaaaa) silent for 2m50s, bbbbbb (bbbbbbbbbbbb) silent for 1m30s; " in waits and len(silent) == 2
     )
     assert split_remedy(waits)[1] == WORKER_REMEDY
     world.do(LeaveRun("a" * 64, world.now))
@@ -545,11 +546,11 @@ def test_the_rules_keep_the_bounds_of_other_kinds_of_engines():
 
 
 def test_the_quota_stops_leases_and_says_so(tmp_path):
-    town = Town(tmp_path / "run", tiny_run(storage={"quota_mb": 0}))
+    town = Town(tmp_path / "run", tiny_run(storage={"quota_mb": 1}))
 
     async def story(client):
         await client.post_json("/v1/nodes", join(), t.NodeState)
-        town.desk.blobs.put(b"x" * 100)
+        town.desk.blobs.put(bytes(1_100_000))
         return (await client.post_json("/v1/leases", t.LeaseRequest(), t.LeaseAnswer)).reason
 
     async def impatient(client):

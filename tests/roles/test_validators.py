@@ -245,7 +245,7 @@ def test_a_validator_that_fell_silent_is_named_once_a_lease_could_have_been_fill
     town = town_of_three(tmp_path)
     asyncio.run(until_submitted(town, town.trainer(), town.worker("honest")))
     board, began = StatusBoard(town.desk), town.desk.clock()
-    for minutes, left, says in [(0.4, False, ""), (3, False, " silent for 3m00s"), (3, True, " left")]:
+    for minutes, left, says in [(0.4, False, ""), (3, False, " silent for "), (3, True, " left")]:
         town.desk.clock = lambda minutes=minutes: began + 60.0 * minutes
         for number in (0, 1):
             town.desk.state.members[key_of(town, number)].left = left

@@ -5,7 +5,7 @@ import re
 
 from tests.test_docs import ROOT
 
-STATIC = ROOT / "shoal" / "watch" / "page" / "static"
+STATIC = ROOT / "shoal" / "views" / "web" / "static"
 OURS = {"README.md", "page.css", "page.js"}
 ROW = re.compile(
     r"^\| `(?P<name>[^`]+)` \| .* \| (?P<version>[\d.]+) \| .* \| `(?P<sha>[0-9a-f]{64})` \|$", re.MULTILINE
