@@ -19,7 +19,7 @@ BUDGETS = {
     "net": Room(12, 2588, 1425),
     "plan": Room(8, 1357, 804),
     "protocol": Room(24, 3853, 1671),
-    "roles": Room(69, 12498, 7620),
+    "roles": Room(69, 12496, 7617),
     "runs": Room(13, 2866, 1587),
     "sandbox": Room(14, 1962, 1118),
     "shoal": Room(13, 2758, 1366),

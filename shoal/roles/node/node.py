@@ -1,7 +1,4 @@
-"""A worker or a validator: its options, how it joins a run, and its life until it leaves.
-
-Both roles are a `NodeRole`; this file imports neither.
-"""
+"""A worker or a validator: its options, how it joins a run, and its life until it leaves."""
 
 import asyncio
 import logging
@@ -9,6 +6,7 @@ import os
 import platform
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -132,7 +130,7 @@ class Node:
         )  # fmt: skip
 
 
-class NodeRole:
+class NodeRole(ABC):
     """The life of a worker or a validator in one run. Subclasses do the work."""
 
     def __init__(self, node: Node) -> None:
@@ -140,21 +138,21 @@ class NodeRole:
         self.stopping, self.activity = node.stopping, node.activity
         self.session: Session
 
+    @abstractmethod
     async def join(self) -> None:
         """Join the run: sets `session`."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def work(self) -> None:
         """Work until the run has ended or we are told to stop. Raises `Overreach` if the host asks for too much."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def finish(self) -> None:
         """Say what was done, at the end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lost(self) -> str:
         """What is lost if the node leaves now and the host does not answer, and what comes after."""
-        raise NotImplementedError
 
     async def run(self) -> None:
         """The role's whole job. At the first SIGINT or SIGTERM it finishes the work in hand and leaves."""
