@@ -376,7 +376,7 @@ MAX_LINE_BYTES = 1 << 18
 """A longer line of a metrics file is skipped. An answer with metrics has at most so many bytes, too."""
 
 
-class MetricsTail:
+class MetricsFollower:
     """Follows a metrics file that grows: each line is read once. Of a step that was repeated, the last line counts.
 
     Of a line without its end, it waits for the end. A file that was replaced or cut is read from its beginning. One
@@ -470,7 +470,7 @@ class MetricsTail:
 
 def read_metrics(path: Path) -> list[MetricsLine]:
     """The lines of a metrics file in order of step."""
-    return list(MetricsTail(path).lines())
+    return list(MetricsFollower(path).lines())
 
 
 def _step_in(line: bytes) -> int | None:

@@ -23,7 +23,7 @@ from shoal.launch.alarms import LOOK_EVERY_S, AlarmWatch, evaluations, setting_o
 from shoal.ledger.commands import Admin
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import read_entry
-from shoal.metrics import MetricsTail, read_metrics
+from shoal.metrics import MetricsFollower, read_metrics
 from shoal.monitors.alarms import RunMonitors
 from shoal.monitors.inputs import HeldoutResult
 from shoal.net.key_files import load_or_make_key
@@ -215,7 +215,7 @@ def _town(recipe: str, seed: int, steps: int, root: Path, *changes: str) -> Town
 def _live(town: Town, *workers: Worker, judges: Any = None, trainer: Trainer | None = None) -> int:
     """Let a run go to its end, and look at it on the way as its launcher does. One that pauses itself is drained, as a host
     would who has seen enough. Returns how many looks there were."""
-    watch, metrics = AlarmWatch(town.folder, town.config), MetricsTail(town.folder.metrics)
+    watch, metrics = AlarmWatch(town.folder, town.config), MetricsFollower(town.folder.metrics)
     board, looks = StatusBoard(town.desk), [0.0]
 
     def look() -> None:

@@ -42,7 +42,7 @@ from shoal.launch.summary import UsageBook, write_summary
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import IN_A_NEW_RUN, no_signal_remedy
 from shoal.ledger.run import NO_SIGNAL
-from shoal.metrics import MetricsTail, step_of
+from shoal.metrics import MetricsFollower, step_of
 from shoal.models.hub_download import Hub
 from shoal.monitors import advice
 from shoal.protocol.constants import COMPLETIONS
@@ -149,7 +149,7 @@ class LocalRun:
         self._view = LoggingView(view, folder.logs / "launcher.log", config.logging.format)
         self._found = found
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
-        self._metrics = MetricsTail(folder.metrics)
+        self._metrics = MetricsFollower(folder.metrics)
         self._alarms = AlarmWatch(folder, config)
         self._first, self._limits_said = advice.StartWarnings(), False
         self._nodes, self._is_stopping = NodesWatch(), False

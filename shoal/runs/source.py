@@ -16,7 +16,7 @@ from shoal.chat.isolated import RendererLimits
 from shoal.chat.renderer import FILES, Renderer
 from shoal.errors import NothingYet, PeerError, ShoalError, StateError
 from shoal.ledger.state import State
-from shoal.metrics import MetricsLine, MetricsTail, clean_metrics
+from shoal.metrics import MetricsFollower, MetricsLine, clean_metrics
 from shoal.net.client import Client
 from shoal.net.server_process import reader_url
 from shoal.protocol import messages as t
@@ -41,7 +41,7 @@ class FolderSource(FolderRun):
     def __init__(self, root: Path, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`transport` replaces the network to the folder's coordinator, in tests. Raises `ConfigError` without a run."""
         super().__init__(root)
-        self._tail, self._whole = (MetricsTail(self.folder.metrics, clean_metrics) for _ in range(2))
+        self._tail, self._whole = (MetricsFollower(self.folder.metrics, clean_metrics) for _ in range(2))
         self._told_unread = False
         self._transport = transport
 
@@ -59,7 +59,7 @@ class FolderSource(FolderRun):
         """One line for each step, in order. Raises `ShoalError`."""
         return list(self._metrics_of(self._whole, self._whole.lines))
 
-    def _metrics_of(self, tail: MetricsTail, read: Callable[[], S]) -> S:
+    def _metrics_of(self, tail: MetricsFollower, read: Callable[[], S]) -> S:
         try:
             lines = read()
         except OSError as error:

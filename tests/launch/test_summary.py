@@ -14,7 +14,7 @@ from shoal.launch.summary import UsageBook, _troubles, influence_shares
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import make_entry
-from shoal.metrics import MetricsTail
+from shoal.metrics import MetricsFollower
 from shoal.protocol.constants import MAX_NODES
 from shoal.protocol.encoding import to_json
 from shoal.protocol.messages import Faults, NodeState, Status
@@ -100,7 +100,7 @@ def test_no_two_nodes_are_called_the_same() -> None:
 
 def test_metrics_are_read_as_the_file_grows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    watch = MetricsTail(path)
+    watch = MetricsFollower(path)
     assert watch.lines() == ()
     path.write_text('{"step": 0, "policy_tokens": 10, "step_s": 2.0}\n{"step": 1, "poli')
     assert [line["step"] for line in watch.lines()] == [0]

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.ledger.commands import JoinRun
 from shoal.ledger.members import ValidatorFault, apply_validator_fault
-from shoal.metrics import METRICS, MetricsTail
+from shoal.metrics import METRICS, MetricsFollower
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest, from_json
 from shoal.roles.coordinator.prometheus import (
@@ -238,7 +238,7 @@ def test_a_page_is_made_once_a_second_and_more_seldom_if_that_takes_long(town):
 
 def test_the_newest_lines_are_those_of_the_highest_steps_also_beside_half_a_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
+    tail = MetricsFollower(path)
     assert tail.newest(1) == []
     path.write_text(
         "".join(json.dumps({"step": step, "loss": "x" * 90}) + "\n" for step in range(9000)) + '{"step": 90'

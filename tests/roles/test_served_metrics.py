@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from shoal.metrics import MAX_LINE_BYTES, MetricsTail
+from shoal.metrics import MAX_LINE_BYTES, MetricsFollower
 from tests.roles.in_memory_run import URL, Town, tiny_run
 
 
@@ -40,7 +40,7 @@ def test_a_page_has_so_many_bytes_at_most_and_the_next_goes_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
     line = '{"step": %d, "x": "' + "y" * 1000 + '"}\n'
     path.write_text("".join(line % step for step in range(500)) + "z" * (2 * MAX_LINE_BYTES) + "\n" + line % 500)
-    tail, steps = MetricsTail(path), -1
+    tail, steps = MetricsFollower(path), -1
     pages = []
     while page := tail.after(steps, MAX_LINE_BYTES):
         assert len(page) <= MAX_LINE_BYTES

@@ -28,7 +28,7 @@ from shoal.ledger.slot_draws import audit_draws, lease_of, turn_draws, turns
 from shoal.ledger.state import State
 from shoal.ledger.submissions import lease_to_fill
 from shoal.ledger.verdict_decisions import overdue
-from shoal.metrics import MetricsTail
+from shoal.metrics import MetricsFollower
 from shoal.models.open_model import needs_transformers
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.net.server_process import port_of_living
@@ -70,7 +70,7 @@ class Coordinator:
         self.hub, self._origin_address = folder.hub, folder.origin_address
         self._dashboard_address = folder.dashboard_address
         self.outgoing = folder.outgoing
-        self.metrics, self.reading_metrics = MetricsTail(folder.metrics), asyncio.Lock()
+        self.metrics, self.reading_metrics = MetricsFollower(folder.metrics), asyncio.Lock()
         self.metrics_file, self.evaluations, self.alarms = folder.metrics, folder.evaluations, folder.alarms
         self.solved = {env.label: env.solved for env in config.envs}
         secret = folder.secret()

@@ -17,7 +17,7 @@ from shoal import __version__
 from shoal.evaluation_files import BEFORE, Evaluation, evaluations_in, interval_of, read_evaluation
 from shoal.ledger.members import ASKED_BY_HOST
 from shoal.ledger.records import NodeRecord
-from shoal.metrics import METRICS, NEWEST_STEPS, MetricsTail, mean_of_counts, pace_of
+from shoal.metrics import METRICS, NEWEST_STEPS, MetricsFollower, mean_of_counts, pace_of
 from shoal.protocol.audit_selection import CHECKS
 from shoal.protocol.group_rewards import without_faults
 from shoal.protocol.messages import StandingAlarm, Status
@@ -300,7 +300,7 @@ class PrometheusCollector(Collector):
         self._alarms, self._clock = alarms, clock
         meter.registry.register(self)
         ProcessCollector(registry=meter.registry)
-        self._of_steps, self._metrics = step_metrics(), MetricsTail(desk.metrics_file)
+        self._of_steps, self._metrics = step_metrics(), MetricsFollower(desk.metrics_file)
         self._pages: dict[str, bytes] = {}
         self._again_at = -1e9
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.evaluation_files import AFTER, Evaluation, evaluations_in, interval_of, read_evaluation, version_of
-from shoal.metrics import MetricsLine, MetricsTail, step_of
+from shoal.metrics import MetricsFollower, MetricsLine, step_of
 from shoal.run_folder import RunFolder
 
 HELDOUT = "heldout"
@@ -55,7 +55,7 @@ class Rows:
 
     def __init__(self, folder: RunFolder, given: Given) -> None:
         self._evaluations, self._final = folder.evaluations, folder.checkpoints / "final"
-        self._tail = MetricsTail(folder.metrics)
+        self._tail = MetricsFollower(folder.metrics)
         self.given = given
         """With the newest row that `new` gave."""
         self._newest: MetricsLine | None = None

@@ -22,7 +22,7 @@ from shoal.alarms import Alarm, standing_alarms
 from shoal.errors import EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, ShoalError
 from shoal.evaluation_files import results_in
 from shoal.ledger.log.writer import BrokenLog, UnknownRules
-from shoal.metrics import MetricsTail, clean_metrics
+from shoal.metrics import MetricsFollower, clean_metrics
 from shoal.net.client import Client
 from shoal.net.server_process import living_pid, port_of_living
 from shoal.protocol.messages import NodeState, Status
@@ -76,7 +76,7 @@ class FolderWatch:
         self._folder = RunFolder(root)
         self._config = self._folder.config()
         self._coordinator = CoordinatorWatch(self._folder.address, self._config.host.bind, is_reader=True)
-        self._metrics = MetricsTail(self._folder.metrics, clean_metrics)  # guard: cleaned-files
+        self._metrics = MetricsFollower(self._folder.metrics, clean_metrics)  # guard: cleaned-files
         self._samples = Samples(NewestSample(self._folder))
         self._log: _Log | None = None
         """Of a run that nobody hosts."""
