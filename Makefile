@@ -25,17 +25,17 @@ BIN := $(VENV)/bin
 PIP_FLAGS ?=
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 CHECKS := tests/test_architecture.py tests/test_config.py tests/test_recipes.py $(wildcard tests/test_docs.py) \
-	tests/test_figures.py tests/test_names.py tests/test_site.py
+	tests/test_figures.py tests/test_names.py tests/test_docs_site.py
 BENCHES := decode whole_system verify_cost detection toploc poisoning economics crowd connections curriculum kill_storm sandbox completions demo notebook page monitors
 # More threads per process would compete with the other processes of the same test. Compiled files are written even where the
 # environment forbids it: else each process of a run compiles all of shoal.
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # Files of tests run in three processes at a time: on two cores that is quickest, because tests of whole runs also wait.
-PARALLEL ?= -n 3 --dist loadfile
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 # What decides, computes and is sent, by itself: without whole runs, engines, sandboxes and simulations of many hours.
-QUICK_TESTS := $(addprefix tests/,algos golden ledger monitors net protocol verification weights) --ignore=tests/ledger/test_choosing.py
+QUICK_TESTS := $(addprefix tests/,algos golden ledger monitors net protocol verification weights) --ignore=tests/ledger/test_choosy_workers.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo beyond test test-quick test-slow mutate sandbox prometheus browser foreign vllm check light docs bench clean
@@ -127,7 +127,7 @@ check: $(VENV)/.tests
 # The first of these that works and is another version than that of .venv.
 LIGHT_PYTHONS ?= python3.13 python3.12 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
 LIGHT_TESTS := $(addprefix tests/,$(addprefix envs/test_,settings.py score.py wordle.py arithmetic.py shaping.py \
-	dataset.py) chat/test_tool_calls.py monitors/test_monitors.py weights/test_availability.py algos/test_loss_averaging.py ledger/test_no_signal.py)
+	dataset.py) chat/test_tool_calls.py monitors/test_monitors.py weights/test_availability.py algos/test_advantages.py ledger/test_no_signal.py)
 
 light: $(VENV)/.tests
 	@version='import sys; print(sys.version_info[:2])'; own=$$($(BIN)/python -c "$$version"); \

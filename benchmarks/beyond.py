@@ -3,8 +3,8 @@
     python benchmarks/beyond.py [--seeds 1,2,3,4,5] [--keep FOLDER] [--picture FILE] [--quick]
     python benchmarks/beyond.py --exact
 
-In the game `environments/stones` the opponent plays half of its turns without fault. The teacher sees only wins in one
-move; otherwise it is cautious, and so seldom makes the move that wins. Four sides:
+In the game `examples/environments/stones` the opponent plays half of its turns without fault. The teacher sees only wins in
+one move; otherwise it is cautious, and so seldom makes the move that wins. Four sides:
 
 - teacher: the scripted player itself;
 - imitation: recipes/stones-start.toml, then more of the teacher's games, as many as RL plays;
@@ -44,7 +44,7 @@ from shoal.engine.native import LocalEngine
 from shoal.env import Env
 from shoal.envs.evaluate import evaluate
 from shoal.envs.load import load_env
-from shoal.envs.play import play_scripted
+from shoal.envs.play_episodes import play_scripted
 from shoal.jobs import sft
 from shoal.models.checkpoint import load_policy, save_policy
 from shoal.protocol.messages import Sampling

@@ -31,7 +31,7 @@ from shoal.net.client import Client
 from shoal.protocol import messages as t
 from shoal.protocol.signing import Key
 from shoal.run_folder import RunFolder
-from shoal.tree import from_tree
+from shoal.typed_toml import from_tree
 
 RUN = {"name": "connections", "steps": 1, "envs": [{"name": "arithmetic"}]}
 OPEN_FILES = 1024

@@ -28,14 +28,14 @@ from shoal.config import RunConfig
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import Grpo
-from shoal.protocol.audit_selection import influence, must_audit
+from shoal.protocol.audit_and_pay import influence, must_audit
 from shoal.protocol.encoding import digest, from_json, to_json, to_msgpack
-from shoal.protocol.signing import Key, RequestLine, sign_request
-from shoal.roles.coordinator.calls import application
+from shoal.protocol.signing import Key, RequestLine, SenderState, sign_request
 from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.main import TICK_S, open_run
+from shoal.roles.coordinator.routes import application
 from shoal.run_folder import RunFolder
-from shoal.tree import from_tree
+from shoal.typed_toml import from_tree
 from shoal.weights.manifest import POLICY_STREAM, sign_manifest
 
 WORK_S = 4.0
@@ -88,7 +88,12 @@ class Caller:
         """Status and body of the answer."""
         line = RequestLine(method, path, "")
         signed = sign_request(
-            self.key, line, digest(body), created=int(time.time()), nonce=secrets.token_urlsafe(16), run=self.run
+            self.key,
+            line,
+            digest(body),
+            created=int(time.time()),
+            nonce=secrets.token_urlsafe(16),
+            sender=SenderState(self.run),
         )
         signed["content-length"] = str(len(body))
         headers = [(name.encode(), value.encode()) for name, value in signed.items()]
@@ -124,8 +129,8 @@ class CrowdRun:
     def __init__(self, root: Path, workers: int, at_work: int, seed: int) -> None:
         folder, config = RunFolder(root / "run"), run_file(at_work)
         folder.prepare(config, root)
-        self.desk: Coordinator = open_run(folder, folder.config())
-        self.app = application(self.desk)
+        self.coordinator: Coordinator = open_run(folder, folder.config())
+        self.app = application(self.coordinator)
         self.rng = random.Random(seed)
         self.counts = Counter[str]()
         self.longest_wait_s = 0.0
@@ -137,7 +142,7 @@ class CrowdRun:
         self.workers = [self._caller(key, number) for number, key in enumerate(keys, 1 + VALIDATORS)]
 
     def _caller(self, key: Key, number: int) -> Caller:
-        return Caller(self.app, key, f"10.0.{number // 250}.{number % 250}", self.desk.state.run)
+        return Caller(self.app, key, f"10.0.{number // 250}.{number % 250}", self.coordinator.state.run)
 
     async def measure(self, seconds: float) -> dict[str, float]:
         """Let all join and warm up for the time that two leases take, then count."""
@@ -177,7 +182,7 @@ class CrowdRun:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            await self.desk.tick()
+            await self.coordinator.tick()
 
     async def _work(self, worker: Caller) -> None:
         while True:
@@ -227,7 +232,7 @@ class CrowdRun:
             manifest = t.Manifest(
                 self.trainer.run, POLICY_STREAM, step, parents, "float32", name, (file,), 1 << 20, 0.0, 0.0
             )
-            signed = sign_manifest(manifest, self.trainer_key, now=self.desk.clock())
+            signed = sign_manifest(manifest, self.trainer_key, now=self.coordinator.clock())
             await self.trainer.ask("POST", "/v1/checkpoints", signed, t.WriteAck)
             self.counts["version"] += 1
             while (await self.trainer.call("GET", f"/v1/batches/{step}"))[0] != 200:

@@ -32,7 +32,7 @@ from shoal.config import RunConfig, check_run, sampling_of
 from shoal.envs.evaluate import evaluate
 from shoal.envs.load import env_of
 from shoal.protocol.messages import Block, Group
-from shoal.tree import from_tree
+from shoal.typed_toml import from_tree
 
 LEVELS = ({"digits": 1}, {"digits": 2}, {"digits": 2, "operands": 3})
 """Arguments of the three difficulties, easiest first."""

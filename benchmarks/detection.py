@@ -25,7 +25,7 @@ from benchmarks.detect.policies import GROUP_SIZE, STEPS, Family, lease, make_fa
 from benchmarks.measure import arguments, pin_threads, report
 from shoal.ledger.constants import LAW
 from shoal.ledger.slot_draws import slot_draws
-from shoal.protocol.audit_selection import must_audit
+from shoal.protocol.audit_and_pay import must_audit
 from shoal.protocol.encoding import domain_hash
 from tests.attacks.attack import Attack
 from tests.attacks.attack_fixture import load_engine

@@ -29,7 +29,7 @@ from benchmarks.faults.edited_metrics import CHANGES, heldout_falls, reward_rise
 from benchmarks.faults.edited_system import EDITS, disk_is_used
 from benchmarks.faults.runs import Faults, Honest, alarms_of, honest, with_metrics
 from benchmarks.measure import arguments, report
-from shoal.metrics import read_metrics
+from shoal.step_metrics import read_metrics
 
 SEEDS = (81, 82)
 """Not used for tuning."""

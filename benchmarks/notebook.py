@@ -126,15 +126,15 @@ def trained(cells: Sequence[str], seed: int, python: Path, folder: Path) -> Trai
     (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "fresh", "language": "python"}))
     found = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
     kernel = AsyncKernelManager(kernel_name="fresh", kernel_spec_manager=found)
-    book = nbformat.v4.new_notebook(
+    log_writer = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(cell) for cell in [*with_seed(cells, seed), WHERE]]
     )
     began = time.monotonic()
-    NotebookClient(book, km=kernel, timeout=TIMEOUT_S, resources={"metadata": {"path": str(folder)}}).execute(
+    NotebookClient(log_writer, km=kernel, timeout=TIMEOUT_S, resources={"metadata": {"path": str(folder)}}).execute(
         env=_environment()
     )
     seconds = time.monotonic() - began
-    *shown, where = ["".join(output.get("text", "") for output in cell.outputs) for cell in book.cells]
+    *shown, where = ["".join(output.get("text", "") for output in cell.outputs) for cell in log_writer.cells]
     package, prefix, cpu_s = where.splitlines()
     if not Path(package).is_relative_to(prefix) or not Path(prefix).samefile(python.parents[1]):
         raise SystemExit(f"the cells used {package}, not the package that was installed")

@@ -35,11 +35,11 @@ from starlette.testclient import TestClient
 from benchmarks.crowd import WORK_S, Caller, CrowdRun
 from benchmarks.measure import arguments, report
 from benchmarks.synthetic_run import write_run
-from shoal.net.server_process import port_of_living
+from shoal.net.server_address import port_of_living
 from shoal.run_folder import RunFolder
 from shoal.views.web.app import page_app
-from shoal.views.web.page_runs import CHANGE_EVERY_S, PageRuns
-from shoal.views.web.serve import serve_hosted, server_of
+from shoal.views.web.page_server import serve_hosted, server_of
+from shoal.views.web.served_runs import CHANGE_EVERY_S, ServedRuns
 
 LIMIT_MS, LIMIT_SHARE, LIMIT_P99, LIMIT_KB = 300.0, 0.10, 1.10, 300.0
 LEAST_SERVED = 0.9
@@ -63,16 +63,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         root, index = Path(temporary) / "run", Path(temporary) / "index.sqlite"
         write_run(root, asked.steps, asked.workers, asked.groups)
-        shelf = PageRuns(index, [str(root)])
+        served_runs = ServedRuns(index, [str(root)])
         began = time.process_time()
-        shelf.catch_up()
+        served_runs.catch_up()
         figures: dict[str, object] = {
             "steps": asked.steps, "workers": asked.workers, "rollouts": 8 * asked.groups,
             "index_cpu_s": round(time.process_time() - began, 1),
         }  # fmt: skip
-        times = views(shelf)
-        figures["overview_kb"] = overview_kb(shelf)
-        shelf.close()
+        times = views(served_runs)
+        figures["overview_kb"] = overview_kb(served_runs)
+        served_runs.close()
         slowest = max(times, key=lambda view: times[view][1])
         figures |= {"views": len(times), "slowest_view": slowest, "slowest_view_ms": times[slowest][1],
                     "median_view_ms": round(statistics.median(ms for ms, _ in times.values()), 1)}  # fmt: skip
@@ -95,9 +95,9 @@ def main() -> int:
     return 0 if all(bars.values()) else 1
 
 
-def views(shelf: PageRuns) -> dict[str, tuple[float, float]]:
+def views(served_runs: ServedRuns) -> dict[str, tuple[float, float]]:
     """Median and largest time of each view, rendered anew, in milliseconds."""
-    look, client = shelf.look(), TestClient(page_app(shelf, TOKEN))
+    look, client = served_runs.look(), TestClient(page_app(served_runs, TOKEN))
     key = look.nodes(1, role="worker")["rows"][0]["key"]
     newest = look.rows("SELECT max(id) AS id FROM groups WHERE env IS NOT NULL")[0]["id"]
     task = look.rows("SELECT task FROM groups WHERE id = ?", newest)[0]["task"]
@@ -116,7 +116,7 @@ def views(shelf: PageRuns) -> dict[str, tuple[float, float]]:
     for path in ["/compare", *(f"/1/{path}" for path in paths)]:
         times = []
         for _ in range(REPEATS):
-            shelf.change += 1
+            served_runs.change += 1
             began = time.perf_counter()
             answer = client.get(path)
             times.append(1000 * (time.perf_counter() - began))
@@ -125,9 +125,9 @@ def views(shelf: PageRuns) -> dict[str, tuple[float, float]]:
     return found
 
 
-def overview_kb(shelf: PageRuns) -> float:
+def overview_kb(served_runs: ServedRuns) -> float:
     """What a new viewer of the overview is sent: the page and its assets, uncompressed."""
-    client = TestClient(page_app(shelf, TOKEN))
+    client = TestClient(page_app(served_runs, TOKEN))
     page = client.get("/1/")
     assets = set(re.findall(r'(?:href|src)="(/static/[^"]+)"', page.text))
     assert assets, "the page has a script and a style sheet"
@@ -146,18 +146,18 @@ def large(root: Path, index: Path, viewers: int, seconds: float) -> dict[str, ob
 
 
 def _serve_large(root: Path, index: Path) -> None:
-    shelf = PageRuns(index, [str(root)])
-    shelf.catch_up()
+    served_runs = ServedRuns(index, [str(root)])
+    served_runs.catch_up()
 
     def changes() -> None:
         while True:
             time.sleep(CHANGE_EVERY_S)
-            shelf.change += 1
+            served_runs.change += 1
 
     threading.Thread(target=changes, daemon=True).start()
     listener = socket.create_server(("127.0.0.1", 0))
     index.with_suffix(".port").write_text(str(listener.getsockname()[1]))
-    server_of(page_app(shelf, TOKEN)).run(sockets=[listener])
+    server_of(page_app(served_runs, TOKEN)).run(sockets=[listener])
 
 
 # --- the page of a live run ---

@@ -29,11 +29,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.measure import ROOT, arguments, pin_threads, report
 from benchmarks.peers import pulse
-from shoal.config import TrainConfig
+from shoal.config import SamplingConfig, TrainConfig
 from shoal.models.checkpoint import load_policy
-from shoal.models.config import ModelConfig
 from shoal.models.random_model import initialise
 from shoal.models.transformer import Transformer
+from shoal.models.transformer_config import TransformerConfig
 from shoal.protocol.messages import POLICY
 from shoal.train.learner import Learner, LearnerState
 from shoal.train.loss import sft_objective
@@ -44,7 +44,7 @@ from shoal.weights.delta.tensor_codes import KINDS, EncodedTensor, Weights, code
 LR, WARMUP_STEPS, ROW_TOKENS, ROWS = 1e-6, 12, 256, 2
 RATES = (1e-7, 3e-7, 3e-6, 1e-5, 1e-4)
 SKIPPED = (1, 2, 4, 8, 16, 32)
-SPEC = ModelConfig(
+SPEC = TransformerConfig(
     family="qwen3", width=1024, layers=6, heads=16, kv_heads=8, head_dim=128, mlp_width=3072, vocab_size=8192,
     max_positions=ROW_TOKENS, rope_theta=1e6, norm_eps=1e-6, tied=True, eos_ids=(0,),
 )  # fmt: skip
@@ -101,7 +101,7 @@ class Run:
         initialise(model, seed=0)
         self.parameters = sum(one.numel() for one in model.parameters())
         config = TrainConfig(lr=LR, warmup_steps=WARMUP_STEPS, microbatch_tokens=ROW_TOKENS * ROWS)
-        self._learner = Learner(model, config, temperature=1.0, steps=10_000, objective=sft_objective)
+        self._learner = Learner(model, config, SamplingConfig(), steps=10_000, objective=sft_objective)
         self._tokens, self._rng, self._steps = text_tokens(), np.random.default_rng(0), 0
 
     def learn(self, lr: float) -> None:
@@ -267,7 +267,7 @@ def hashing(weights: Weights) -> dict[str, float]:
 def demo_patch() -> bytes | None:
     """The patch of a real step of the demo's policy: float32, 0.8M parameters, learning rate 2e-4."""
     model = load_policy(ROOT / "recipes" / "wordle-start")
-    learner = Learner(model, TrainConfig(lr=2e-4), temperature=1.0, steps=100, objective=sft_objective)
+    learner = Learner(model, TrainConfig(lr=2e-4), SamplingConfig(), steps=100, objective=sft_objective)
     rng = np.random.default_rng(0)
     versions = []
     for step in range(3):

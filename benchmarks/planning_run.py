@@ -24,25 +24,25 @@ from shoal.config.role_options import NodeOptions
 from shoal.engine.interface import Continuation, EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.ledger.batches import BatchFormed, GroupAccepted
-from shoal.ledger.registry import read_entry
+from shoal.ledger.event_types import read_entry
 from shoal.ledger.versions import CheckpointPublished
-from shoal.metrics import read_metrics
 from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits, http_server
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_CHUNK_BYTES
-from shoal.roles.coordinator.calls import application
 from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.main import _ticking, open_run
-from shoal.roles.node.node import Node
+from shoal.roles.coordinator.routes import application
+from shoal.roles.node.lifecycle import Node
 from shoal.roles.relay import relay as relay
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
 from shoal.roles.worker.remote_env import EngineTurn
 from shoal.roles.worker.worker import Worker
 from shoal.run_folder import RunFolder
-from shoal.tree import from_tree
+from shoal.step_metrics import read_metrics
+from shoal.typed_toml import from_tree
 from shoal.weights import publish
 from tests.net.fault_proxy import FaultProxy
 
@@ -142,8 +142,8 @@ async def measured(case: Case, steps: int, seed: int) -> Seen:
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder(Path(scratch) / "run")
         folder.prepare(config_of(case, steps, seed), Path(scratch))
-        desk = open_run(folder, folder.config())
-        async with serving(desk) as port, contextlib.AsyncExitStack() as lines:
+        coordinator = open_run(folder, folder.config())
+        async with serving(coordinator) as port, contextlib.AsyncExitStack() as lines:
             lines.enter_context(cut_into(case.chunk_bytes))
             rng = random.Random(seed)
             origin = await lines.enter_async_context(FaultProxy(port, rng, bytes_per_s=case.origin_up))
@@ -152,35 +152,37 @@ async def measured(case: Case, steps: int, seed: int) -> Seen:
             ]
             for index, up in enumerate(case.relays_up):
                 await lines.enter_async_context(relaying(Path(scratch) / f"relay-{index}", origin.port, rng, up))
-            while len(desk.relays.told()) < len(case.relays_up):  # noqa: ASYNC110 - workers ask once a minute
+            while len(coordinator.relays.told()) < len(case.relays_up):  # noqa: ASYNC110 - workers ask once a minute
                 await asyncio.sleep(0.05)
             workers = [worker_of(folder, i, line.port, case.tokens_per_s[i]) for i, line in enumerate(downs)]
             trainer, validator = trainer_of(folder, port, case.train_s), validator_of(folder, port)
             roles = [asyncio.create_task(role.run()) for role in (trainer, validator, *workers)]
             sent = {}
             first, last = WARMUP_STEPS, WARMUP_STEPS + steps
-            while desk.state.main.version < last:
+            while coordinator.state.main.version < last:
                 await asyncio.sleep(0.02)
                 for task in roles:
                     if task.done():
                         task.result()
                 for version in (first, last):
-                    if desk.state.main.version >= version:
+                    if coordinator.state.main.version >= version:
                         sent.setdefault(version, origin.passed_bytes)
             for task in roles:
                 task.cancel()
             await asyncio.gather(*roles, return_exceptions=True)
         loads = [load for worker in workers for load in worker.loads]
         checks = median(validator.took)
-        return figures(folder, desk, loads, checks, (sent[last] - sent[first]) / steps, first, last)
+        return figures(folder, coordinator, loads, checks, (sent[last] - sent[first]) / steps, first, last)
 
 
 @contextlib.asynccontextmanager
-async def serving(desk: Coordinator) -> AsyncIterator[int]:
+async def serving(coordinator: Coordinator) -> AsyncIterator[int]:
     """The port of the coordinator, while it serves."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = http_server(application(desk, lifespan=_ticking(desk)), ServerLimits(total=256, trusted=("127.0.0.1",)))
+    server = http_server(
+        application(coordinator, lifespan=_ticking(coordinator)), ServerLimits(total=256, trusted=("127.0.0.1",))
+    )
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
@@ -262,18 +264,19 @@ def trainer_of(folder: RunFolder, port: int, train_s: float) -> Trainer:
 
 
 def figures(
-    folder: RunFolder, desk: Coordinator, loads: list[tuple[int, float, float]], check_s: float, sent: float, first: int,
+    folder: RunFolder, coordinator: Coordinator, loads: list[tuple[int, float, float]], check_s: float, sent: float,
+    first: int,
     last: int,
 ) -> Seen:  # fmt: skip
     """What the log, the metrics and the workers' notes say of the steps from `first` on."""
-    entries = [read_entry(data)[0] for data, _ in desk.book.store.read()]
+    entries = [read_entry(data)[0] for data, _ in coordinator.log_writer.store.read()]
     published = {e.body.version: e.time for e in reversed(entries) if isinstance(e.body, CheckpointPublished)}
     groups = [e.body for e in entries if isinstance(e.body, GroupAccepted)]
     taken = [e.body for e in entries if isinstance(e.body, BatchFormed) and first <= e.body.step < last]
     between = [batch.step - version for batch in taken for version, _ in batch.groups]
     steps = [line for line in read_metrics(folder.metrics) if first <= line["step"] < last]
     lags = [at - published[version] for version, at, _ in loads if first <= version < last]
-    rollouts = len(groups) * desk.state.rules.group_size
+    rollouts = len(groups) * coordinator.state.rules.group_size
     return Seen(
         step_s=(published[last] - published[first]) / (last - first),
         idle_share=sum(s["waiting_share"] * s["step_s"] for s in steps) / sum(s["step_s"] for s in steps),
@@ -286,5 +289,7 @@ def figures(
         publish_s=mean(s["publish_s"] for s in steps),
         load_s=median(took for _, _, took in loads),
         check_s=check_s,
-        full_bytes=sum(file.size for file in desk.kept.manifests[last].files if file.path.endswith(".safetensors")),
+        full_bytes=sum(
+            file.size for file in coordinator.kept.manifests[last].files if file.path.endswith(".safetensors")
+        ),
     )

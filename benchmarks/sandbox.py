@@ -21,11 +21,12 @@ from benchmarks.measure import arguments, report
 from shoal.sandbox.filesystem import interpreter, links, shown
 from shoal.sandbox.limits import Ended, Limits
 from shoal.sandbox.pool import Pool
-from shoal.sandbox.sandboxed_process import Resident, ask_all
+from shoal.sandbox.sandbox import Resident
 
 SNIPPET = "total = 0\nfor number in range(1000): total += number * number\nprint(total)"
 WANTED = b"332833500\n"
 EPISODES = 64
+LIMIT_S = 5.0
 TURN = """
 import os
 def read(size):
@@ -43,8 +44,7 @@ def main() -> None:
     parser = arguments(__doc__, "few rounds")
     rounds = 10 if parser.parse_args().quick else 200
     with Pool(1) as pool:
-        pool.warm()
-        init = pool.peek()
+        init = pool.peek()  # starts it
         ways: dict[str, tuple[Callable[[], object], Callable[[], float]]] = {
             "warm": (lambda: warm(pool), lambda: cpu_of(init)),
             "bare": (lambda: fresh([sys.executable, "-I", "-S", "-c", SNIPPET]), lambda: 0.0),
@@ -115,17 +115,23 @@ def turn(rounds: int) -> tuple[float, float]:
     residents = [Resident([str(interpreter()), "-S", "-c", TURN], limits) for _ in range(EPISODES)]
     requests = [b"what the policy wrote, line %d" % number for number in range(EPISODES)]
     wanted = [request.upper() for request in requests]
-    assert ask_all(residents, requests) == wanted
+
+    def answers() -> list[bytes]:
+        for resident, request in zip(residents, requests, strict=True):
+            resident.send(request, LIMIT_S)
+        return [resident.receive(LIMIT_S, 1 << 16) for resident in residents]
+
+    assert answers() == wanted
     outside, inside = [], []
     for _ in range(rounds):
         began = time.perf_counter()
-        assert ask_all(residents, requests) == wanted
+        assert answers() == wanted
         outside.append(time.perf_counter() - began)
         began = time.perf_counter()
         assert [request.upper() for request in requests] == wanted
         inside.append(time.perf_counter() - began)
     for resident in residents:
-        resident.close()
+        resident.end()
     return round(1000 * median(outside), 2), round(1000 * median(inside), 3)
 
 

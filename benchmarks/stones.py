@@ -1,4 +1,4 @@
-"""Win rates in `environments/stones` that need no games, computed from the smallest number of stones upwards.
+"""Win rates in `examples/environments/stones` that need no games, computed from the smallest number of stones upwards.
 
 A player is a rule that says for a number of stones how likely each of its moves is.
 """

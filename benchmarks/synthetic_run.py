@@ -11,11 +11,11 @@ from shoal.config import RunConfig
 from shoal.ledger.batches import BatchFormed, GroupAccepted
 from shoal.ledger.constants import LAW
 from shoal.ledger.event import GENESIS, Body, Entry
+from shoal.ledger.event_types import make_entry
 from shoal.ledger.leases import LeaseGranted
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.members import NodeJoined
 from shoal.ledger.pay import Credit
-from shoal.ledger.registry import make_entry
 from shoal.ledger.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed
@@ -25,7 +25,7 @@ from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest, domain_hash, to_msgpack
 from shoal.roles.coordinator.main import created
 from shoal.run_folder import RunFolder
-from shoal.tree import from_tree
+from shoal.typed_toml import from_tree
 
 ROLLOUTS = 8
 """Of a group; each lease has one group."""

@@ -20,13 +20,12 @@ from statistics import median
 import numpy as np
 
 from benchmarks.measure import arguments, cpu_ms, report
-from shoal.algos.field_polynomials import PRIME
-from shoal.algos.toploc import CHUNK_TOKENS, compare, prove, top_k
+from shoal.algos.toploc import CHUNK_TOKENS, PRIME, compare, prove, top_k
 from shoal.config import ACTIVATION_ERROR, TinyPolicy
 from shoal.engine.interface import ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.models.random_model import make_tiny
-from shoal.verification.audit_checks import judge_activations
+from shoal.verification.checks_with_model import judge_activations
 
 HERE = Path(__file__).resolve().parent
 PEER_VENV = HERE.parent / ".venv-toploc"

@@ -31,7 +31,7 @@ from shoal.engine.interface import EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.env import Env
 from shoal.envs.load import load_env
-from shoal.envs.play import play_block
+from shoal.envs.play_episodes import play_block
 from shoal.envs.replay import replay_group
 from shoal.ledger.constants import LAW
 from shoal.models.checkpoint import save_policy
@@ -39,7 +39,7 @@ from shoal.models.random_model import initialise, make_tiny, tiny_spec
 from shoal.models.transformer import Transformer
 from shoal.protocol.encoding import digest, domain_hash
 from shoal.protocol.messages import Block, Check, Lease, Rules, Sampling, Slot
-from shoal.verification.context import Tools, score_requests
+from shoal.verification.check_context import Tools, score_requests
 from shoal.verification.encode_submission import encode_submission
 from shoal.verification.verify import verify_submission
 

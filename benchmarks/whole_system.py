@@ -43,11 +43,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.measure import arguments, report
 from shoal.config import TinyPolicy, load_run
-from shoal.metrics import read_metrics
 from shoal.models.checkpoint import save_policy
 from shoal.models.random_model import initialise, tiny_spec
 from shoal.models.transformer import Transformer
 from shoal.protocol.algorithm_config import Clip
+from shoal.step_metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE / "whole_system.toml"

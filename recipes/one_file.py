@@ -30,28 +30,28 @@ from shoal.config import RunConfig, difficulty_of, load_run, sampling_of
 from shoal.engine.interface import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.env import Env
-from shoal.envs.branching import continue_block
-from shoal.envs.in_process import OwnEnv
 from shoal.envs.load import env_of
-from shoal.envs.play import begin, play_block
+from shoal.envs.own_env import OwnEnv
+from shoal.envs.play_continuations import continue_block
+from shoal.envs.play_episodes import begin, play_block
 from shoal.envs.prompt_preview import first_prompt
 from shoal.envs.replay import replay_group
 from shoal.launch.preflight import demand_computable
 from shoal.launch.sizing import first_spec, with_preset_lr
 from shoal.ledger.constants import LAW
 from shoal.ledger.fault_rate import FaultsRecord, GroupOutcome
-from shoal.ledger.group_signal import teaches
+from shoal.ledger.group_advantages import teaches
 from shoal.ledger.slot_draws import env_draw
-from shoal.ledger.task_difficulty import Records, SolvedGroup, book, change_after, solve_rate, table_after
+from shoal.ledger.task_difficulty import Records, SolvedGroup, add_groups, change_after, solve_rate, table_after
 from shoal.models.checkpoint import save_policy
 from shoal.models.open_model import open_policy
 from shoal.models.random_model import make_tiny
 from shoal.models.value_head import begin_valued
 from shoal.protocol.algorithm_config import Algorithm, narrowest_bound, needs_reference, step_credit_of, vine_of
-from shoal.protocol.branching import branches, whole_author
+from shoal.protocol.continuations import branches, whole_author
 from shoal.protocol.encoding import digest, to_msgpack
-from shoal.protocol.group_rewards import fault_indices, faults_of, without_faults
 from shoal.protocol.messages import BatchGroup, Block, Faults, Group, Sampling, Slot, StepRewards
+from shoal.protocol.reward_rules import fault_indices, faults_of, without_faults
 from shoal.protocol.rollout_validation import unbegun_remedy
 from shoal.protocol.seed_chain import SecretChain, slot_seed
 from shoal.protocol.task_draws import DrawTable, draw_task
@@ -59,11 +59,11 @@ from shoal.protocol.tolerances import claims_bend_ratios
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable
 from shoal.train.batch_filter import select
-from shoal.train.behaviour_logprobs import with_own_denominators
 from shoal.train.checkpoint import States
 from shoal.train.critic import critic_of
 from shoal.train.frozen_models import KLReference, judge_of, reference_of
 from shoal.train.learner import Learner
+from shoal.train.logprobs import loaded_anew, with_own_denominators
 from shoal.train.loss import Objective
 from shoal.train.master_weights import module_dtype
 from shoal.train.rows import TrainingRow, overlong_share, rows_of_group
@@ -133,10 +133,7 @@ def steps(
     model = load()
     # A critic begins as a copy of it with another head, and learns beside it.
     critic = critic_of(config.train, partial(begin_valued, start, module_dtype(config.train)))
-    learner = Learner(
-        model, config.train, temperature=sampling.temperature, steps=config.steps,
-        max_tokens=config.sampling.all_tokens, critic=critic, objective=loss,
-    )  # fmt: skip
+    learner = Learner(model, config.train, config.sampling, steps=config.steps, critic=critic, objective=loss)
     # A penalty on leaving the first policy needs that policy, as it is now.
     refer: KLReference | None = None
     if needs_reference(config.train.algorithm):
@@ -218,7 +215,7 @@ def steps(
         # With a curriculum, all groups up to the last of the batch decide what the next version's tasks are drawn from.
         if difficulty is not None:
             change = change_after(solved, first_table, records, difficulty)
-            book(solved, change, first_table, records, difficulty)
+            add_groups(solved, change, first_table, records, difficulty)
             table = table_after(first_table, records, difficulty)
 
         # The trainer: (version v, batch) -> version v + 1.
@@ -252,7 +249,8 @@ def with_continuations(
     sampling, vine = sampling_of(config), vine_of(config.train.algorithm)
     assert vine is not None, "only runs with continuations ask"
     parents = [group if any(group.slot == member.slot for member in made) else None for group in groups]
-    found = continue_block(engine, renderer, envs, slots, parents, vine, config.rollouts.block_rollouts, sampling)
+    continued_slots, at_once = list(zip(slots.slots, parents, strict=True)), config.rollouts.block_rollouts
+    found = continue_block(engine, renderer, envs, continued_slots, vine, at_once, sampling)
     earned = {
         group.slot: continued(group, parent, envs, renderer, sampling, config.train.algorithm)
         for group, parent in zip(found, parents, strict=True)
@@ -286,10 +284,10 @@ def learned_rows(
     rows = select(members, rows_G, algorithm=algorithm, version=version, max_staleness=0).rows
     if not claims_bend_ratios(config.verify.bounds, config.sampled_dtype, narrowest_bound(algorithm)):
         return rows
-    return with_own_denominators(
-        rows, {version: published}, dtype=config.sampled_dtype, temperature=sampling.temperature,
-        microbatch_tokens=config.train.microbatch_tokens, trained_in=module_dtype(config.train),
-    )  # fmt: skip
+    logprobs_at = loaded_anew(
+        config.sampled_dtype, sampling.temperature, config.train.microbatch_tokens, module_dtype(config.train)
+    )
+    return with_own_denominators(rows, {version: published}, logprobs_at)
 
 
 def slots_of_block(

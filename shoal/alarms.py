@@ -1,7 +1,7 @@
 """Alarms of a run: what one says, and the file in which they are kept, a line when one is raised and one when it is
 cleared.
 
-Written by `launch/alarms`. It does not know how alarms come about; `shoal/monitors` does.
+Written by `launch/alarm_actions`. It does not know how alarms come about; `shoal/monitors` does.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """`import shoal` from a program or a notebook: run files, policies and audits as typed values.
 
-It starts what the command line starts and decides nothing. All of it works in a program whose event loop is already
-running, such as a notebook: a run is a launcher thread without an event loop, and processes; an audit, which needs a loop,
-gets one in a thread of its own.
+It works in a program whose event loop is already running, such as a notebook: a run is a launcher thread without an event
+loop, and processes; an audit, which needs a loop, gets one in a thread of its own.
 """
 
 import contextlib
@@ -27,16 +26,16 @@ from shoal.envs.evaluate import eval_sampling
 from shoal.errors import ConfigError
 from shoal.evaluation_files import Evaluation
 from shoal.models.open_model import spec_of
-from shoal.roles.auditor.recompute import Findings, GroupChoice, examine
-from shoal.tree import read_toml
+from shoal.roles.auditor.rejudge_groups import Findings, GroupChoice, examine
+from shoal.typed_toml import read_toml
 from shoal.views.notebook.data_frame import Frame as Frame
 from shoal.views.notebook.rollout import Replay as Replay
 from shoal.views.notebook.rollout import Rollout as Rollout
-from shoal.views.notebook.run import Opened
+from shoal.views.notebook.run_tables import Opened
 
 if TYPE_CHECKING:
     from shoal.launch.background_run import BackgroundRun
-    from shoal.launch.in_process import Loss
+    from shoal.launch.train_here import Loss
 
 Setting: TypeAlias = "str | int | float | PathLike[str] | Sequence[Setting] | Mapping[str, Setting]"
 """A value of a run file's key, or a table of them."""
@@ -98,7 +97,7 @@ class Run:
         give the same `env` and `loss`. The first fault of `env`, or a call of it that takes 30 s, ends the training.
         Raises `ShoalError`.
         """
-        from shoal.launch.in_process import steps_here
+        from shoal.launch.train_here import steps_here
 
         folder = Path("runs") / f"{self.config.name}-here" if out is None else Path(out)
         with _threads_of_torch_kept():
@@ -170,20 +169,21 @@ class Policy:
         threads: int = 0,
         device: str = "auto",
     ) -> Evaluation:
-        """Play sampled episodes on held-out tasks: the figures of `shoal eval` with the same arguments.
+        """Play sampled episodes on held-out tasks: the figures of `shoal eval`, whose options are these keyword arguments.
 
-        `env` is a built-in environment, a .py file, or an environment that this program made. `max_tokens` 0 means 512, or
-        the policy's longest sequence if that is shorter. `threads` 0 means all cores. `device` is cpu, cuda, mps or auto.
-        Raises `ShoalError`.
+        `env` is a built-in environment, a .py file, or this program's own. `max_tokens` 0 is 512, or the policy's longest
+        sequence if that is shorter; `threads` 0 all cores. `device`: cpu, cuda, mps or auto. Raises `ShoalError`.
         """
-        from shoal.envs.isolated.environment import in_process
+        from shoal.envs.isolated.environment import in_child
         from shoal.envs.load import load_env
-        from shoal.jobs.evaluate import figures_of
+        from shoal.jobs.evaluate import EvalPlan, figures_of
 
         sampling = eval_sampling(temperature, max_turn_tokens, max_tokens, self.max_positions)
         with _threads_of_torch_kept():
-            game = load_env(env, dict(env_args or {}), own=in_process) if isinstance(env, str) else env
-            return figures_of(self.path, game, episodes, seed, samples, sampling, threads or _cores(), device=device)
+            game = load_env(env, dict(env_args or {}), own=in_child) if isinstance(env, str) else env
+            return figures_of(
+                EvalPlan(self.path, (), (episodes,), sampling, seed, samples), game, threads or _cores(), device
+            )
 
 
 def open_recipe(path: str | PathLike[str], quick: bool, changes: Mapping[str, Setting]) -> Run:

@@ -108,6 +108,11 @@ TOO_MANY_FILES = (
 """Cause and remedy in one text, because databases and files report this fault in different words."""
 
 
+def one_line(error: object, most_chars: int = 200) -> str:
+    """What an error of another library says, cut, on one line."""
+    return " ".join(str(error).split())[:most_chars] or type(error).__name__
+
+
 def cause_of(error: Exception) -> str:
     """In a few words, why reading or writing failed.
 

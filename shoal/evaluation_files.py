@@ -193,11 +193,9 @@ def version_of(name: str, final: int | None = -1) -> int | None:
     return int(digits) if sound else None
 
 
-def _label(name: str) -> str:
-    return name if name in (BEFORE, AFTER) else f"v{version_of(name)}"
-
-
 def results_in(folder: Path) -> tuple[tuple[str, Evaluation], ...]:
     """The evaluations in a run's folder for them, oldest version first."""
     found = [(name, read_evaluation(folder / f"{name}.json")) for name in evaluations_in(folder)]
-    return tuple((_label(name), heldout) for name, heldout in found if heldout is not None)
+    return tuple(
+        (name if name in (BEFORE, AFTER) else f"v{version_of(name)}", one) for name, one in found if one is not None
+    )

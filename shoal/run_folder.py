@@ -25,7 +25,7 @@ from shoal.errors import StateError, cause_of
 from shoal.protocol.encoding import WireError, domain_hash, to_json
 from shoal.protocol.messages import Sampling
 from shoal.protocol.task_draws import TaskList, read_task_list
-from shoal.tree import from_tree, to_tree
+from shoal.typed_toml import from_tree, to_tree
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class RunFolder:
         self.dashboard_link = self.keys / "dashboard.url"
         """The page's address with the token."""
         self.stage_address = root / "stage.json"
-        self.stage_memo = root / "stage.sqlite"
+        self.reply_store = root / "stage.sqlite"
 
     def demand_own(self) -> None:
         """Raise `StateError` if the folder has no run, and files of something else: `--out` names it by mistake."""

@@ -29,7 +29,7 @@ PACKAGES = (
     "starlette.applications", "starlette.testclient", "jinja2", "sqlalchemy", "tokenizers", "safetensors.torch",
     "cryptography.hazmat.primitives.asymmetric.ed25519", "torch", "torch.distributed", "transformers",
 )  # fmt: skip
-OURS = {"shoal", "tests", "recipes", "environments", "benchmarks", "deploy"}
+OURS = {"shoal", "tests", "recipes", "examples", "benchmarks", "deploy"}
 LIMIT_S = 300.0
 SLIPS = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError", "fixture '")
 """Signs that a mutant broke the program, not the guard."""
@@ -71,9 +71,7 @@ def _import_packages() -> None:
 def _begin(folder: str) -> None:
     """A worker goes into a copy of the tree."""
     copy = Path(folder) / str(os.getpid())
-    skipped = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "site")
-    runs = {"runs"}  # what runs have written, not the rooms of that name
-    shutil.copytree(ROOT, copy, ignore=lambda at, names: {*skipped(at, names)} | (runs if Path(at) == ROOT else set()))
+    shutil.copytree(ROOT, copy, ignore=_left_out)
     os.chdir(copy)
     os.environ["PYTHONPATH"] = str(copy)
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]

@@ -7,11 +7,11 @@ import pytest
 
 from shoal.config import BOUNDS, RunConfig, load_run, notes_of
 from shoal.errors import ConfigError
-from shoal.ledger.group_signal import advantages, teaches
+from shoal.ledger.group_advantages import advantages, teaches
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.algorithm_config import Algorithm, defaults_of, narrowest_bound
 from shoal.protocol.tolerances import claims_bend_ratios
-from shoal.tree import to_tree
+from shoal.typed_toml import to_tree
 
 GAE = 'name = "ppo"\nadvantage = "gae"'
 RUN = 'name = "run"\nsteps = 4\n[[envs]]\nname = "arithmetic"\n'

@@ -22,11 +22,11 @@ from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.evaluation_files import read_evaluation
 from shoal.launch.background_run import _News
 from shoal.launch.run_lock import locked
-from shoal.metrics import read_metrics
 from shoal.models.random_model import make_tiny
 from shoal.protocol.messages import Status
 from shoal.run_folder import RunFolder
 from shoal.runs.run_status import RunStatus
+from shoal.step_metrics import read_metrics
 from tests.test_docs import ROOT, fences
 
 PAGE = ROOT / "docs" / "how-to" / "use-from-python.md"
@@ -260,6 +260,7 @@ def test_a_hosted_run_gives_its_join_line_takes_a_worker_and_ends_with_the_with_
     assert roles_of(folder) == []
 
 
+@pytest.mark.slow
 def test_the_cells_of_the_page_do_what_they_say(tmp_path, monkeypatch, capsys):
     """In one namespace, in a folder whose `arithmetic.toml` is a small one."""
     cells = [fence.text for fence in fences(PAGE) if fence.info == "python run"]

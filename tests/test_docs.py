@@ -31,16 +31,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal import config, metrics
+from shoal import config, step_metrics
 from shoal.cli import main
 from shoal.cli.host import host_overrides
 from shoal.config import stages
 from shoal.config.alarm_limits import CAUSES, LIMITS
 from shoal.engine import dishonest
-from shoal.envs.builtin import arithmetic, wordle
+from shoal.envs.load import BUILT_IN
 from shoal.ledger.event import event_hash
+from shoal.ledger.event_types import KINDS
 from shoal.ledger.log.check import SLOT_CHAIN
-from shoal.ledger.registry import KINDS
 from shoal.monitors.alarms import BETWEEN, MONITORS
 from shoal.protocol import (
     algorithm_config,
@@ -52,14 +52,14 @@ from shoal.protocol import (
     signing,
     task_draws,
 )
-from shoal.protocol.fields import words_of
+from shoal.protocol.field_types import words_of
 from shoal.roles.coordinator import prometheus
-from shoal.roles.coordinator.calls import CALLS
 from shoal.roles.coordinator.main import open_run
+from shoal.roles.coordinator.routes import CALLS
 from shoal.run_folder import RunFolder
-from shoal.tree import all_keys, from_tree, structs_of, to_tree
-from shoal.verification.audit_checks import AUDIT
-from shoal.verification.model_free import MODEL_FREE
+from shoal.typed_toml import all_keys, from_tree, structs_of, to_tree
+from shoal.verification.checks_with_model import AUDIT
+from shoal.verification.checks_without_model import MODEL_FREE
 from tests.python_reference import python_reference
 
 ROOT = Path(__file__).parent.parent
@@ -329,11 +329,9 @@ def stages_tables() -> str:
 def env_tables() -> str:
     """Arguments of the built-in environments."""
     parts = []
-    for module, kind in ((wordle, wordle.WordleArgs), (arithmetic, arithmetic.ArithmeticArgs)):
-        rows = [row[:4] for row in keys_of(kind, "")]
-        parts.append(
-            f"### `{module.__name__.rpartition('.')[2]}`\n\n{table(['Argument', 'Type', 'Default', 'Meaning'], rows)}"
-        )
+    for name, built_in in BUILT_IN.items():
+        rows = [row[:4] for row in keys_of(built_in.args, "")]
+        parts.append(f"### `{name}`\n\n{table(['Argument', 'Type', 'Default', 'Meaning'], rows)}")
     return "\n\n".join(parts)
 
 
@@ -433,9 +431,13 @@ def constant_table() -> str:
     for doc, together in itertools.groupby(field_docs(constants)[""].items(), lambda item: item[1]):
         names = [name for name, _ in together]
         values = [getattr(constants, name) for name in names]
-        shown = [v.decode() if isinstance(v, bytes) else v if isinstance(v, str) else f"{v:,}" for v in values]
+        shown = [f"{v:,}" if isinstance(v, int | float) else _as_text(v) for v in values]
         rows.append([", ".join(f"`{name}`" for name in names), "; ".join(shown), doc])
     return table(["Constant", "Value", "Meaning"], rows)
+
+
+def _as_text(value: bytes | str | tuple[str, ...]) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else value.decode() if isinstance(value, bytes) else value
 
 
 def event_fields() -> str:
@@ -455,7 +457,12 @@ def vectors() -> str:
     key = signing.Key(seed)
     line = signing.RequestLine("POST", "/v1/leases")
     signed = signing.sign_request(
-        key, line, encoding.digest(b"{}"), created=1_700_000_000, nonce="nonce-of-16-byte", run="00" * 16
+        key,
+        line,
+        encoding.digest(b"{}"),
+        created=1_700_000_000,
+        nonce="nonce-of-16-byte",
+        sender=signing.SenderState("00" * 16),
     )
     named = {
         "secret": seed.hex(),
@@ -501,7 +508,9 @@ def labels(metric: prometheus.MetricSpec) -> str:
 
 def metric_table() -> str:
     """Every metric of metrics.jsonl."""
-    return table(["Metric", "Unit", "Meaning"], [[f"`{n}`", m.unit, m.sentence] for n, m in metrics.METRICS.items()])
+    return table(
+        ["Metric", "Unit", "Meaning"], [[f"`{n}`", m.unit, m.sentence] for n, m in step_metrics.METRICS.items()]
+    )
 
 
 def alarm_table() -> str:
@@ -533,6 +542,12 @@ def check_table() -> str:
     return table(["Check", "Stage", "Severity, and why", "Catches", "Cannot"], rows)
 
 
+def check_demands() -> str:
+    """What each check demands: the first sentence of its docstring, after its title."""
+    docs = {check.name: one_line(inspect.getdoc(check.run)) for check in (*MODEL_FREE, *AUDIT)}
+    return table(["Check", "Demands"], [[f"`{name}`", doc.partition(": ")[2]] for name, doc in docs.items()])
+
+
 def cheat_table() -> str:
     """The cheats of the demo's cheating worker, in the order in which they are used."""
     return table(["Cheat", "What it does"], [[f"`{n}`", one_line(c.__doc__)] for n, c in dishonest.CHEATS.items()])
@@ -555,6 +570,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "alarms": ("docs/reference/alarms.md", alarm_table),
     "limits": ("docs/reference/alarms.md", limit_table),
     "checks": ("docs/design/trust.md", check_table),
+    "what checks demand": ("docs/explanation/trust.md", check_demands),
     "cheats": ("docs/design/trust.md", cheat_table),
 }
 """Page and maker of each generated table, by the name in its marker."""
@@ -784,14 +800,14 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from shoal.models.random_model import make_tiny
 
     place = tmp_path_factory.mktemp("docs")
-    for name in ("recipes", "environments"):
+    for name in ("recipes", "examples"):
         (place / name).symlink_to(ROOT / name)
     tiny = config.TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=32, max_positions=128)
     tree = {"name": "wordle", "steps": 2, "seed": 1, "envs": [{"name": "wordle"}], "sampling": {"max_tokens": 128}}
     run = from_tree(tree, config.RunConfig, "test")
     folder = RunFolder(place / "runs" / "wordle")
     folder.prepare(run, place)
-    open_run(folder, folder.config()).book.store.close()
+    open_run(folder, folder.config()).log_writer.store.close()
     make_tiny(tiny, folder.checkpoints / "final", seed=1, dtype="float32")
     return place
 

@@ -67,7 +67,7 @@ def test_what_installs_an_extra_works_from_a_clone_and_beside_a_wheel(
 def test_no_text_tells_anyone_to_install_shoal_from_pypi() -> None:
     root = PACKAGE.parent
     texts = [*PACKAGE.rglob("*.py"), *(root / "docs").rglob("*.md"), *(root / "docs").rglob("*.ipynb"), root / "README.md",
-             *(root / "recipes").rglob("*.toml"), *(root / "environments").rglob("*.md")]  # fmt: skip
+             *(root / "recipes").rglob("*.toml"), *(root / "examples" / "environments").rglob("*.md")]  # fmt: skip
     wrong = re.compile(r"\bshoal\[|pip install (-\S+ )*['\"]?shoal(?![\w-])")
     assert [str(path) for path in texts if wrong.search(path.read_text())] == []
 

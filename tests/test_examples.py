@@ -1,4 +1,4 @@
-"""The examples in environments/: each passes its check, is published and installed, and is played by a tiny policy."""
+"""Each of `examples/environments` passes its check, is published and installed, and is played by a tiny policy."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from shoal.cli import main
 from shoal.config import TinyPolicy
 from shoal.envs.dataset import digest_of
 from shoal.envs.lint import CheckResult
-from shoal.envs.lint.run import check
+from shoal.envs.lint.process_checks import check
 from shoal.envs.load import load_env
 from shoal.errors import ShoalError
 from shoal.models.random_model import make_tiny
 from tests.graders.conftest import openai as openai
 from tests.sandbox.needs import needs_bubblewrap
 
-EXAMPLES = Path(__file__).parents[1] / "environments"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "environments"
 NAMES = ("initials", "nim", "running-sums", "stones", "word-problems", "calculator", "explain")
 WITH_THE_HOST = ("calculator", "explain")
 """Not reproducible: one starts programs, the other asks a judge."""

@@ -1,41 +1,50 @@
-"""Each room of `shoal/` keeps within its budget. A commit that opens or grows a room raises it here, and says why."""
+"""Each room of `shoal/` keeps within its budget. A commit that opens a room, or grows one by more than a fiftieth, raises
+it here and says why. An addition of the usual size changes nothing here.
+"""
 
 from deploy.house import Room, files_below, rooms
 
 BUDGETS = {
-    "algos": Room(24, 2567, 953),
-    "chat": Room(15, 3044, 1809),
-    "cli": Room(20, 2103, 1118),
-    "config": Room(11, 2490, 1005),
-    "engine": Room(18, 2523, 1369),
-    "env_packages": Room(13, 2374, 1271),
-    "envs": Room(51, 9154, 5381),
-    "graders": Room(11, 1957, 1004),
-    "jobs": Room(15, 1939, 1198),
-    "launch": Room(25, 4742, 2892),
-    "ledger": Room(38, 6274, 3531),
-    "models": Room(32, 6107, 3203),
-    "monitors": Room(9, 1981, 1085),
-    "net": Room(12, 2588, 1425),
-    "plan": Room(8, 1357, 804),
-    "protocol": Room(24, 3853, 1671),
-    "roles": Room(69, 12496, 7617),
-    "runs": Room(13, 2866, 1587),
-    "sandbox": Room(14, 1962, 1118),
-    "shoal": Room(13, 2758, 1366),
-    "train": Room(32, 3993, 2069),
-    "verification": Room(9, 1430, 718),
-    "views": Room(38, 7417, 4270),
-    "weights": Room(21, 4513, 2428),
+    "algos": Room(17, 2470, 926),
+    "chat": Room(13, 2954, 1766),
+    "cli": Room(14, 2044, 1086),
+    "config": Room(11, 2509, 1020),
+    "engine": Room(15, 2005, 1125),
+    "env_packages": Room(13, 2344, 1258),
+    "envs": Room(47, 8856, 5198),
+    "graders": Room(11, 1950, 1000),
+    "jobs": Room(10, 1929, 1189),
+    "launch": Room(25, 4736, 2894),
+    "ledger": Room(36, 6241, 3539),
+    "models": Room(31, 6412, 3361),
+    "monitors": Room(9, 1971, 1082),
+    "net": Room(12, 2559, 1439),
+    "plan": Room(7, 1343, 798),
+    "protocol": Room(24, 3878, 1680),
+    "roles": Room(60, 12220, 7465),
+    "runs": Room(12, 2828, 1564),
+    "sandbox": Room(11, 1848, 1037),
+    "shoal": Room(13, 2943, 1468),
+    "train": Room(21, 3713, 1925),
+    "verification": Room(9, 1432, 715),
+    "views": Room(37, 7331, 4225),
+    "weights": Room(20, 4474, 2417),
 }
-"""Files, lines and statements by room, at most."""
+"""Files, lines and statements by room."""
+
+
+def most_of(budget: int) -> int:
+    """A budget and a fiftieth of it, at least one more."""
+    return budget + max(1, budget // 50)
 
 
 def test_each_room_keeps_within_its_budget() -> None:
     found = rooms(files_below("shoal"))
     assert found.keys() == BUDGETS.keys()
     for name, size in found.items():
-        assert all(figure <= most for figure, most in zip(size, BUDGETS[name], strict=True)), f"{name}: {size}"
+        assert all(figure <= most_of(budget) for figure, budget in zip(size, BUDGETS[name], strict=True)), (
+            f"{name}: {size}"
+        )
 
 
 def test_statements_are_counted_without_texts_that_stand_alone() -> None:

@@ -2,9 +2,9 @@
 
 The test reads all pages, and the docstrings and comments of all Python files. A name may be
 
-    `shoal/ledger/registry.py`, `ledger/registry`, `registry.py`    a file: from the root, `shoal/` or a folder above it
+    `shoal/ledger/state.py`, `ledger/state`, `state.py`     a file: from the root, `shoal/` or a folder above it
     `apply_x`, `tests/ROOM`               a pattern: `x` or a word in capitals stands for any name
-    `ledger.registry.apply`, `State.law`, `train.lr`                  what a module or a class defines; a key of a run file
+    `ledger.event_types.apply`, `State.law`, `train.lr`     what a module or a class defines; a key of a run file
     `must_audit`                                            any word of the code: a name, a key, a word of a string
 
 Paths of Python files are checked without back-ticks and in code blocks, too. `FOREIGN` lists names of other programs.
@@ -25,10 +25,10 @@ import pytest
 from shoal import config
 from shoal.config.stages import StagesConfig
 from shoal.roles.coordinator.prometheus import PREFIX, WATCHED, step_metrics
-from shoal.tree import all_keys
+from shoal.typed_toml import all_keys
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("shoal", "recipes", "environments", "benchmarks", "tests")
+FOLDERS = ("shoal", "recipes", "examples", "benchmarks", "tests")
 CODE = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 PAGES = sorted(
     page
@@ -37,7 +37,7 @@ PAGES = sorted(
     if page.name not in ("experiments.md", "figures.md", "coming-from.md") and not page.name.startswith("results-")
 )  # fmt: skip
 """Without the table of experiments, whose commands have the names of their commits, the page of figures, which the records
-make, and the page with others' names, whose keys of ours `tests/test_site.py` looks up."""
+make, and the page with others' names, whose keys of ours `tests/test_docs_site.py` looks up."""
 
 _EVIDENCE = re.compile(r"^## Evidence\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
 _STEP = re.compile(r"`([\w/]+\.py):(\w+)`")
@@ -313,7 +313,7 @@ def test_a_name_that_is_not_in_the_tree_is_found(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "shoal/ledger/registry.py", "ledger/registry", "registry.py", "ledger.registry.apply", "State.law", "must_audit",
+    "shoal/ledger/state.py", "ledger/state", "state.py", "ledger.event_types.apply", "State.law", "must_audit",
     "train.lr", "apply_x", "tests/ROOM", "must_audit(draw, rate)", "torch.multinomial", "shoal audit RUN",
 ])  # fmt: skip
 def test_a_name_that_is_in_the_tree_passes(text: str) -> None:

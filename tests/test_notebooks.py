@@ -30,12 +30,14 @@ def cells_of(path: Path, kind: str) -> list[str]:
 
 def executed(path: Path, folder: Path, quick: bool) -> list[str]:
     """Run a notebook in a folder; what each code cell showed, as text and HTML."""
-    book = nbformat.read(path, 4)
-    for cell in book.cells:
+    log_writer = nbformat.read(path, 4)
+    for cell in log_writer.cells:
         if quick and cell.cell_type == "code":
             cell.source = re.sub(r"\b(steps)=\d+", QUICK[path.stem], cell.source)
-    NotebookClient(book, timeout=CELL_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
-    return ["".join(map(_told, cell.outputs)) for cell in book.cells if cell.cell_type == "code"]
+    NotebookClient(
+        log_writer, timeout=CELL_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    return ["".join(map(_told, cell.outputs)) for cell in log_writer.cells if cell.cell_type == "code"]
 
 
 def _told(output: nbformat.NotebookNode) -> str:
@@ -44,9 +46,11 @@ def _told(output: nbformat.NotebookNode) -> str:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_kept_as_it_is_written(path):
-    book = nbformat.read(path, 4)
-    nbformat.validate(book)
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in book.cells if cell.cell_type == "code")
+    log_writer = nbformat.read(path, 4)
+    nbformat.validate(log_writer)
+    assert all(
+        cell.outputs == [] and cell.execution_count is None for cell in log_writer.cells if cell.cell_type == "code"
+    )
     assert max(len(line) for source in cells_of(path, "code") for line in source.splitlines()) <= 124
 
 

@@ -15,9 +15,8 @@ from shoal.humanize import data_size
 from shoal.launch import memory_plan
 from shoal.launch.doctor import in_words
 from shoal.launch.memory_plan import disk_of, reports, roles_of
-from shoal.launch.pipeline.stage_jobs import demand_doable
+from shoal.launch.pipeline.job_inputs import demand_doable
 from shoal.launch.sizing import resolve_sizes
-from shoal.models.parameter_counts import parameters_of
 from shoal.models.random_model import tiny_spec
 from shoal.plan.sizes import sizes_of, spec_of
 
@@ -187,7 +186,7 @@ def test_each_role_of_the_adapter_of_8b_fits_a_gpu_of_24_gb() -> None:
     assert {"trainer", "worker", "validator"} < roles.keys()
     assert max(role.on("cuda") for role in roles.values()) <= 24e9
     version = sizes_of(config, path.parent).version
-    assert version / (2 * parameters_of(spec_of(config, path.parent))) < 0.02
+    assert version / (2 * spec_of(config, path.parent).num_parameters()) < 0.02
 
 
 @pytest.mark.parametrize(

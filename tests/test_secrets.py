@@ -8,14 +8,14 @@ import pytest
 import shoal.run_folder as folder_module
 from shoal.errors import StateError
 from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN
-from shoal.ledger.records import LeaseRecord
 from shoal.ledger.slot_draws import audit_draws, recheck_draw
 from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord
 from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import Rules
 from shoal.protocol.seed_chain import SecretChain
 from shoal.run_folder import RunFolder
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run
 
 OPEN = [{"bind": "0.0.0.0"}, {"bind": "192.168.1.7"}, {"bind": "::"}, {"bind": ""}, {"public_url": "https://x.y"}]
 ALONE = [{"bind": "127.0.0.1"}, {"bind": "127.0.0.9"}, {"bind": "::1"}, {"bind": "localhost"}]
@@ -91,11 +91,11 @@ def test_the_attack_with_a_known_seed_works_only_where_nobody_can_join(
 ) -> None:
     """An attacker has the run file and the log. The links that it computes would tell every task and every audit."""
     begun(tmp_path / "run", seed=7, for_others=for_others)
-    town = Town(tmp_path / "run", tiny_run(seed=7), for_others=for_others)
-    ends = (town.desk.state.chain_end, town.desk.state.audit_chain_end)
+    testbed = RunTestbed(tmp_path / "run", tiny_run(seed=7), for_others=for_others)
+    ends = (testbed.coordinator.state.chain_end, testbed.coordinator.state.audit_chain_end)
     attackers = tuple(SecretChain(guessed(7), purpose).end().hex() for purpose in (SLOT_CHAIN, AUDIT_CHAIN))
     assert (attackers == ends) is known
-    assert ("seed" in town.desk.state.config) is not known
+    assert ("seed" in testbed.coordinator.state.config) is not known
 
 
 # --- draws ---

@@ -16,7 +16,7 @@ from shoal.roles.auditor.verify_log import audit_folder
 from shoal.roles.trainer.state import StepJournal
 from shoal.train.checkpoint import kept_versions
 from shoal.weights.manifest import weights_root
-from tests.roles.in_memory_run import Town
+from tests.roles.testbed import RunTestbed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import one_file
@@ -24,8 +24,10 @@ import one_file
 
 @pytest.mark.parametrize("kind", ["episodes", pytest.param("completions", marks=pytest.mark.slow)])
 def test_every_role_killed_once_changes_nothing_and_loses_nothing(tmp_path, kind):
-    out, roles = tmp_path / "run", [*kill_storm.ROLES[::-1], *(["stage"] if kind == "completions" else [])]
-    launcher = kill_storm.start(tmp_path, out, kind, steps=len(roles), staleness=0)
+    """The trainer saves every third state, and is killed twice more: it repeats the steps since its last one."""
+    others = ["stage"] if kind == "completions" else []
+    out, roles = tmp_path / "run", [*kill_storm.ROLES[::-1], "trainer", *others, "trainer"]
+    launcher = kill_storm.start(tmp_path, out, kind, more="state_every = 3", steps=len(roles), staleness=0)
     try:
         rng = random.Random(0)
         for version, role in enumerate(roles):
@@ -35,6 +37,7 @@ def test_every_role_killed_once_changes_nothing_and_loses_nothing(tmp_path, kind
     finally:
         launcher.kill()
     _ends_with_the_bytes_of_one_file(tmp_path, out)
+    assert b"repeated the step that made version=" in (out / "logs" / "trainer.log").read_bytes()
 
 
 VINE = """
@@ -72,17 +75,11 @@ lr = 1e-3
 """
 
 
-@pytest.mark.parametrize(
-    ("more", "kills"),
-    [
-        pytest.param("", 3, id="a-few-times"),
-        pytest.param("", 6, marks=pytest.mark.slow, id="often"),
-        pytest.param(CRITIC, 6, marks=pytest.mark.slow, id="critic"),
-    ],
-)
-def test_a_trainer_killed_at_any_step_repeats_those_since_its_last_state(tmp_path, more, kills):
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", CRITIC], ids=["often", "critic"])
+def test_a_trainer_killed_at_any_step_repeats_those_since_its_last_state(tmp_path, more):
     """It saves every third state: some kills come while a state is being written, or while steps are repeated."""
-    out, rng = tmp_path / "run", random.Random(1)
+    out, rng, kills = tmp_path / "run", random.Random(1), 6
     launcher = kill_storm.start(tmp_path, out, more="state_every = 3" + more, steps=kills + 2, staleness=0)
     try:
         for version in range(1, kills + 1):
@@ -127,9 +124,9 @@ def learned_again(out, config):
     for step in list(StepJournal(out / "trainer" / "journal").after(0)):
         (out / "trainer" / "journal" / f"v{step.version:06d}.step").unlink()
     shutil.rmtree(out / "checkpoints")
-    town = Town(out, config)
-    asyncio.run(town.live(town.trainer()))
-    return town.weights()
+    testbed = RunTestbed(out, config)
+    asyncio.run(testbed.live(testbed.trainer()))
+    return testbed.weights()
 
 
 def _ends_with_the_bytes_of_one_file(tmp_path, out):

@@ -70,7 +70,7 @@ def test_a_logged_line_is_short_and_a_traceback_after_it_whole():
 @pytest.mark.parametrize(
     ("logger", "who"),
     [("worker", "worker"), ("shoal.weights.fetch.fetch", "weights"), ("shoal.net.connection_limits.http", "net"),
-     ("shoal.weights.engine_loader", "weights"), ("shoal.metrics", "metrics"), ("shoal", "shoal"),
+     ("shoal.weights.engine_loader", "weights"), ("shoal.step_metrics", "step_metrics"), ("shoal", "shoal"),
      ("asyncio", "asyncio")],
 )  # fmt: skip
 def test_a_logged_line_names_who_speaks_and_no_file_of_ours(logger, who):

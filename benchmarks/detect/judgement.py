@@ -17,16 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.detect.policies import GROUP_SIZE, Lab
-from shoal.algos.logprob_evidence import grown
 from shoal.algos.sampling_evidence import EvidenceFigures as FlipFigures
-from shoal.algos.sampling_evidence import SamplingEvidence, excessive, update
+from shoal.algos.sampling_evidence import SamplingEvidence, excessive, grown, update
 from shoal.algos.toploc import ChunkFigures, compare
 from shoal.engine.interface import ScoreRequest
 from shoal.protocol.encoding import WireError, from_msgpack, to_msgpack
 from shoal.protocol.messages import Bounds, Group, GroupVerdict, Rollout, Submission
-from shoal.verification.audit_checks import AUDIT, MISMATCHED, judge_activations
-from shoal.verification.context import Context
-from shoal.verification.model_free import MODEL_FREE, shape
+from shoal.verification.check_context import Context
+from shoal.verification.checks_with_model import AUDIT, MISMATCHED, judge_activations
+from shoal.verification.checks_without_model import MODEL_FREE, shape
 from tests.attacks.attack import Attack
 from tests.attacks.proof_forgeries import Forgery
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shoal.algos.regularisers import logprob_and_entropy
-from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig
+from shoal.config import ACTIVATION_ERROR, BOUNDS, SamplingConfig, TrainConfig
 from shoal.engine.interface import Engine, PolicyScore, ScoreRequest
 from shoal.env import Step
 from shoal.envs.builtin.wordle import Wordle, WordleArgs, WordleState
@@ -133,7 +133,7 @@ def make_family(target: float, folder: Path, train_rollouts: int) -> Family:
     learner = Learner(
         load_policy(versions[0], torch.float32),
         TrainConfig(lr=LR / scale, warmup_steps=0),
-        temperature=SAMPLING.temperature,
+        SamplingConfig(temperature=SAMPLING.temperature),
         steps=STEPS,
     )
     for step in range(STEPS):

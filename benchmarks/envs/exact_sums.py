@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.env import Player
 from shoal.envs.builtin.arithmetic import Arithmetic, ArithmeticArgs, ArithmeticState
-from shoal.tree import from_tree
+from shoal.typed_toml import from_tree
 
 
 def environment(**args: Any) -> "ExactSums":

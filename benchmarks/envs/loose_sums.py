@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.env import Step
 from shoal.envs.builtin.arithmetic import NUMBER, Arithmetic, ArithmeticArgs, ArithmeticState
-from shoal.tree import from_tree
+from shoal.typed_toml import from_tree
 
 
 class LooseSums(Arithmetic):

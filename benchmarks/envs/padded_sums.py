@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.env import Step
 from shoal.envs.builtin.arithmetic import Arithmetic, ArithmeticArgs, ArithmeticState
-from shoal.tree import from_tree
+from shoal.typed_toml import from_tree
 
 LONG = 12
 """Characters that bring the whole reward."""

@@ -8,7 +8,7 @@ run's own log.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.monitors.inputs import HeldoutResult
+from shoal.monitors.monitor_inputs import HeldoutResult
 
 Lines = Sequence[dict[str, Any]]
 LEARNED = ("reward_all_mean", "reward_mean", "solve_rate")

@@ -1,7 +1,7 @@
 """Faults that are seen between steps, put into a run that was recorded: its log and metrics stay as they are, and the
 clock, the disk or the quota is another one. Alarms are written into its folder: look at the honest run first.
 
-The looks are those of the launcher, `AlarmWatch` of `launch/alarms`, with a clock of ours. Only for the disk's free
+The looks are those of the launcher, `AlarmWatch` of `launch/alarm_actions`, with a clock of ours. Only for the disk's free
 space the monitors are asked directly, because it cannot be filled for an hour here.
 """
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import RunConfig, load_run
-from shoal.launch.alarms import AlarmWatch, setting_of
+from shoal.launch.alarm_actions import AlarmWatch, setting_of
 from shoal.monitors.alarms import RunMonitors
-from shoal.monitors.inputs import Machine
+from shoal.monitors.monitor_inputs import Machine
 from shoal.protocol.messages import Status
 from shoal.run_folder import RunFolder
 from shoal.runs.run_status import RunStatus

@@ -19,25 +19,25 @@ from shoal.engine.interface import Continuation, Engine, EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.evaluation_files import BEFORE, results_in
 from shoal.jobs import evaluate
-from shoal.launch.alarms import LOOK_EVERY_S, AlarmWatch, evaluations, setting_of
+from shoal.launch.alarm_actions import LOOK_EVERY_S, AlarmWatch, evaluations, setting_of
 from shoal.ledger.commands import Admin
+from shoal.ledger.event_types import read_entry
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.registry import read_entry
-from shoal.metrics import MetricsFollower, read_metrics
 from shoal.monitors.alarms import RunMonitors
-from shoal.monitors.inputs import HeldoutResult
+from shoal.monitors.monitor_inputs import HeldoutResult
 from shoal.net.key_files import load_or_make_key
-from shoal.protocol.messages import Grant
-from shoal.roles.coordinator.status import StatusBoard
-from shoal.roles.node.node import Node
+from shoal.protocol.messages import AdminRequest, Grant
+from shoal.roles.coordinator.status import StatusCache
+from shoal.roles.node.lifecycle import Node
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
 from shoal.roles.worker.remote_env import EngineTurn
 from shoal.roles.worker.worker import Made, Worker
 from shoal.run_folder import RunFolder
 from shoal.runs.run_status import RunStatus
+from shoal.step_metrics import MetricsFollower, read_metrics
 from tests.attacks.validators import Hangman
-from tests.roles.in_memory_run import Town
+from tests.roles.testbed import RunTestbed
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("rollouts.batch_groups=8", "rollouts.group_size=8", "rollouts.block_rollouts=32", "eval.episodes=0",
@@ -99,9 +99,9 @@ def honest(
     recipe: str, seed: int, steps: int, root: Path, *changes: str, times: Sequence[float] = (1.0, 1.0, 1.0)
 ) -> Honest:
     """A run of a recipe by honest workers; `times` says how many times as long as the machine allows each takes."""
-    town = _town(recipe, seed, steps, root, *changes)
-    workers = [_worker(town, f"worker-{i}", partial(_Times, times=long)) for i, long in enumerate(times)]
-    return Honest(town.folder, town.config, _live(town, *workers))
+    testbed = _testbed(recipe, seed, steps, root, *changes)
+    workers = [_worker(testbed, f"worker-{i}", partial(_Times, times=long)) for i, long in enumerate(times)]
+    return Honest(testbed.folder, testbed.config, _live(testbed, *workers))
 
 
 class Faults:
@@ -116,11 +116,11 @@ class Faults:
 
     def temperature(self) -> tuple[RunFolder, RunConfig]:
         """Workers sample at 1; the trainer divides logits by 0.5."""
-        town = self._town("temperature", 10)
-        trainer = town.trainer()
+        testbed = self._testbed("temperature", 10)
+        trainer = testbed.trainer()
         trainer.learner.temperature = 0.5
-        _live(town, *self._workers(town, 2), trainer=trainer)
-        return town.folder, town.config
+        _live(testbed, *self._workers(testbed, 2), trainer=trainer)
+        return testbed.folder, testbed.config
 
     def pays_for_length(self) -> tuple[RunFolder, RunConfig]:
         """The environment rewards long answers."""
@@ -145,47 +145,47 @@ class Faults:
 
     def poisoned_worker(self) -> tuple[RunFolder, RunConfig]:
         """One of three workers forges everything."""
-        town = self._town("poisoned", 16, "verify.quarantine_s=1")
-        _live(town, *self._workers(town, 2), town.worker("bad", "fabricate"))
-        return town.folder, town.config
+        testbed = self._testbed("poisoned", 16, "verify.quarantine_s=1")
+        _live(testbed, *self._workers(testbed, 2), testbed.worker("bad", "fabricate"))
+        return testbed.folder, testbed.config
 
     def few_refusals(self) -> tuple[RunFolder, RunConfig]:
         """One of three workers forges one lease in ten. The others take four times as long, which is honest."""
-        town = self._town("few", 60, "rollouts.block_rollouts=16", "verify.quarantine_s=0.1")
-        others = (_worker(town, f"worker-{i}", partial(_Times, times=4.0)) for i in range(2))
-        _live(town, *others, _worker(town, "bad", _Sometimes))
-        return town.folder, town.config
+        testbed = self._testbed("few", 60, "rollouts.block_rollouts=16", "verify.quarantine_s=0.1")
+        others = (_worker(testbed, f"worker-{i}", partial(_Times, times=4.0)) for i in range(2))
+        _live(testbed, *others, _worker(testbed, "bad", _Sometimes))
+        return testbed.folder, testbed.config
 
     def lapsed_leases(self) -> tuple[RunFolder, RunConfig]:
         """One of three workers gives back every lease. It waits longer for each next one, at first as long as a lease."""
-        town = self._town("lapsed", 24, "rollouts.lease_s=3")
-        _live(town, *self._workers(town, 2), _worker(town, "bad", kind=_Idler))
-        return town.folder, town.config
+        testbed = self._testbed("lapsed", 24, "rollouts.lease_s=3")
+        _live(testbed, *self._workers(testbed, 2), _worker(testbed, "bad", kind=_Idler))
+        return testbed.folder, testbed.config
 
     def slow_worker(self) -> tuple[RunFolder, RunConfig]:
         """One of four workers takes six times as long for each turn, and at least a second more."""
-        town = self._town("slow", 24, "rollouts.max_staleness=3")
-        _live(town, *self._workers(town, 3), _worker(town, "bad", _Slow))
-        return town.folder, town.config
+        testbed = self._testbed("slow", 24, "rollouts.max_staleness=3")
+        _live(testbed, *self._workers(testbed, 3), _worker(testbed, "bad", _Slow))
+        return testbed.folder, testbed.config
 
     def skewed_clock(self) -> tuple[RunFolder, RunConfig]:
         """The clock of one of three workers is half a minute ahead."""
-        town = self._town("clock", 8)
-        _live(town, *self._workers(town, 2), _worker(town, "bad", clock=lambda: time.time() + SKEW_S))
-        return town.folder, town.config
+        testbed = self._testbed("clock", 8)
+        _live(testbed, *self._workers(testbed, 2), _worker(testbed, "bad", clock=lambda: time.time() + SKEW_S))
+        return testbed.folder, testbed.config
 
     def host_clock(self) -> tuple[RunFolder, RunConfig]:
         """The host's clock is half a minute behind those of all workers."""
-        town = self._town("host-clock", 8)
-        _live(town, *(_worker(town, f"worker-{i}", clock=lambda: time.time() + SKEW_S) for i in range(3)))
-        return town.folder, town.config
+        testbed = self._testbed("host-clock", 8)
+        _live(testbed, *(_worker(testbed, f"worker-{i}", clock=lambda: time.time() + SKEW_S) for i in range(3)))
+        return testbed.folder, testbed.config
 
     def lying_validator(self) -> tuple[RunFolder, RunConfig]:
         """One of three validators refuses everything."""
-        town = self._town("liar", 8, "validators.count=3")
-        judges = [_validator(town, 0, Hangman), _validator(town, 1), _validator(town, 2)]
-        _live(town, *self._workers(town, 2), judges=judges)
-        return town.folder, town.config
+        testbed = self._testbed("liar", 8, "validators.count=3")
+        judges = [_validator(testbed, 0, Hangman), _validator(testbed, 1), _validator(testbed, 2)]
+        _live(testbed, *self._workers(testbed, 2), judges=judges)
+        return testbed.folder, testbed.config
 
     def _hack(self, pays_for: str, steps: int = 30, *changes: str) -> tuple[RunFolder, RunConfig]:
         args = f", {SUMS}" if pays_for == "one" else ""
@@ -197,39 +197,39 @@ class Faults:
         made = honest("arithmetic", self._seed, steps, self._root / name, *SMALL, *changes)
         return made.folder, made.config
 
-    def _town(self, name: str, steps: int, *changes: str) -> Town:
-        return _town("arithmetic", self._seed, steps, self._root / name, *SMALL, *changes)
+    def _testbed(self, name: str, steps: int, *changes: str) -> RunTestbed:
+        return _testbed("arithmetic", self._seed, steps, self._root / name, *SMALL, *changes)
 
     @staticmethod
-    def _workers(town: Town, count: int) -> list[Worker]:
-        return [town.worker(f"worker-{i}") for i in range(count)]
+    def _workers(testbed: RunTestbed, count: int) -> list[Worker]:
+        return [testbed.worker(f"worker-{i}") for i in range(count)]
 
 
-def _town(recipe: str, seed: int, steps: int, root: Path, *changes: str) -> Town:
+def _testbed(recipe: str, seed: int, steps: int, root: Path, *changes: str) -> RunTestbed:
     path = ROOT / "recipes" / f"{recipe}.toml"
     config = load_run(path, [f"steps={steps}", f"seed={seed}", *changes])
     RunFolder(root).prepare(config, path.parent)
-    return Town(root, RunFolder(root).config())
+    return RunTestbed(root, RunFolder(root).config())
 
 
-def _live(town: Town, *workers: Worker, judges: Any = None, trainer: Trainer | None = None) -> int:
+def _live(testbed: RunTestbed, *workers: Worker, judges: Any = None, trainer: Trainer | None = None) -> int:
     """Let a run go to its end, and look at it on the way as its launcher does. One that pauses itself is drained, as a host
     would who has seen enough. Returns how many looks there were."""
-    watch, metrics = AlarmWatch(town.folder, town.config), MetricsFollower(town.folder.metrics)
-    board, looks = StatusBoard(town.desk), [0.0]
+    watch, metrics = AlarmWatch(testbed.folder, testbed.config), MetricsFollower(testbed.folder.metrics)
+    board, looks = StatusCache(testbed.coordinator), [0.0]
 
     def look() -> None:
         if time.time() - looks[-1] >= LOOK_EVERY_S:
             looks.append(time.time())
-            watch.look(RunStatus("", "", town.config.steps, board.status(), metrics=metrics.lines()))
+            watch.look(RunStatus("", "", testbed.config.steps, board.status(), metrics=metrics.lines()))
 
     async def story() -> None:
-        roles = (trainer or town.trainer(), *(judges or [town.validator()]), *workers)
-        life = asyncio.create_task(town.live(*roles, limit_s=LIMIT_S))
+        roles = (trainer or testbed.trainer(), *(judges or [testbed.validator()]), *workers)
+        life = asyncio.create_task(testbed.live(*roles, limit_s=LIMIT_S))
         while not life.done():
             look()
-            if town.desk.state.phase == "paused":
-                await town.desk.book.submit(Admin("drain", "", time.time()))
+            if testbed.coordinator.state.phase == "paused":
+                await testbed.coordinator.log_writer.submit(Admin("drain", AdminRequest(), time.time()))
             await asyncio.wait({life}, timeout=0.2)
         await life
 
@@ -280,27 +280,27 @@ class _Slow(Cheat):
 
 
 def _worker(
-    town: Town,
+    testbed: RunTestbed,
     name: str,
     change: Callable[[Engine], Engine] | None = None,
     clock: Callable[[], float] = time.time,
     kind: type[Worker] = Worker,
 ) -> Worker:
     """A worker with something changed."""
-    home = town.folder.nodes / name
-    town.clock, usual = clock, town.clock
-    client = town.client(home / "node.key")
-    town.clock = usual
+    home = testbed.folder.nodes / name
+    testbed.clock, usual = clock, testbed.clock
+    client = testbed.client(home / "node.key")
+    testbed.clock = usual
 
     def make_engine(dtype: str, **named: str) -> Engine:
         engine: Engine = LocalEngine(threads=1, dtype=dtype, **named)
         return change(engine) if change else engine
 
-    return kind(Node(client, load_or_make_key(home / "node.key").public, town.options(home), make_engine, clock))
+    return kind(Node(client, load_or_make_key(home / "node.key").public, testbed.options(home), make_engine, clock))
 
 
-def _validator(town: Town, number: int, kind: type[Validator] = Validator) -> Validator:
-    client = town.client(town.folder.keys / f"validator-{number}.key")
-    home = town.folder.nodes / f"validator-{number}"
+def _validator(testbed: RunTestbed, number: int, kind: type[Validator] = Validator) -> Validator:
+    client = testbed.client(testbed.folder.keys / f"validator-{number}.key")
+    home = testbed.folder.nodes / f"validator-{number}"
     assert client.key is not None
-    return kind(Node(client, client.key.public, town.options(home), partial(LocalEngine, 1)))
+    return kind(Node(client, client.key.public, testbed.options(home), partial(LocalEngine, 1)))

@@ -4,7 +4,7 @@
 
 PYTHON is of an environment with benchmarks/peers/requirements.txt. Random logits, float64, rows of 1 to 24 tokens, and
 log-probs of other policies near them. Both sides get the gradient of the logits: ours through `train/loss` with the
-weights of `train/loss_weights`, TRL's through `GRPOTrainer._compute_loss`. What a case does not set has TRL's default.
+weights of `train/loss`, TRL's through `GRPOTrainer._compute_loss`. What a case does not set has TRL's default.
 Prints a table, and ends with one line of JSON. The bar is 1e-5.
 
 Axes: B rows, T tokens, V vocabulary, N policy tokens, P policy tokens of a row.
@@ -24,8 +24,7 @@ from benchmarks.measure import arguments
 from shoal.algos.advantages import group_advantages
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.algorithm_config import Algorithm
-from shoal.train.loss import TokenTerms, objective_of
-from shoal.train.loss_weights import averaged
+from shoal.train.loss import TokenTerms, averaged, objective_of
 from shoal.train.rows import TrainingRow, counted_only
 
 PEER = Path(__file__).parents[1] / "peers" / "trl_losses.py"

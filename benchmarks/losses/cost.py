@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import arguments, report
-from shoal.config import TinyPolicy, TrainConfig
+from shoal.config import SamplingConfig, TinyPolicy, TrainConfig
 from shoal.models.random_model import tiny_spec
 from shoal.models.transformer import Transformer
 from shoal.models.value_head import TransformerWithValueHead
@@ -93,7 +93,7 @@ def learner_of(algorithm: Algorithm) -> Learner:
     config = TrainConfig(lr=1e-5, algorithm=algorithm)
     critic = critic_of(config, lambda: drawn(TransformerWithValueHead(SPEC)))
     return Learner(
-        drawn(Transformer(SPEC)), config, temperature=1.0, steps=100, max_tokens=PROMPT + ANSWER, critic=critic
+        drawn(Transformer(SPEC)), config, SamplingConfig(max_tokens=PROMPT + ANSWER), steps=100, critic=critic
     )
 
 

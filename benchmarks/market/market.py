@@ -29,7 +29,7 @@ from benchmarks.market.verdicts import (
     weigh_said,
 )
 from shoal.ledger.constants import LAW
-from shoal.ledger.verdict_tally import VerdictTally
+from shoal.ledger.verdict_majority import VerdictTally
 
 BLOCK_S, QUARANTINE_S = 20.0, 30.0
 """Seconds to generate a block; seconds of a first quarantine (the run file's default)."""

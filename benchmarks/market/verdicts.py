@@ -1,8 +1,8 @@
 """The verdicts of a model run's validators on a submission, and what they add up to.
 
 Called by `market.py`, which plays workers and their pay. Honest validators find what the draws decide; friends of the
-cheater lie. Decisions come from `shoal/ledger/verdict_tally.py`, rates from `shoal/ledger/constants.py`. It does not deal
-with keys or turns.
+cheater lie. Decisions come from `shoal/ledger/verdict_majority.py`, rates from `shoal/ledger/constants.py`.
+It does not deal with keys or turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from benchmarks.market.terms import Draws, Terms
 from shoal.ledger.constants import LAW
-from shoal.ledger.verdict_tally import VerdictTally, tally_verdicts
-from shoal.protocol.audit_selection import must_audit
+from shoal.ledger.verdict_majority import VerdictTally, tally_verdicts
+from shoal.protocol.audit_and_pay import must_audit
 from shoal.protocol.messages import GroupVerdict
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from shoal.algos import toploc  # noqa: E402
-from shoal.algos.field_polynomials import PRIME  # noqa: E402
+from shoal.algos.toploc import PRIME  # noqa: E402
 
 CASES = (
     {"tokens": 64, "width": 64, "k": 32, "chunk": 32},

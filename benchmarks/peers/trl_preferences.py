@@ -26,7 +26,7 @@ from torch import Tensor  # noqa: E402
 from trl import DPOTrainer, RewardTrainer  # noqa: E402
 from trl.experimental.gkd import GKDTrainer  # noqa: E402
 
-from shoal.algos.preferences import bradley_terry_loss, dpo_loss, reverse_kl  # noqa: E402
+from shoal.algos.preference_losses import bradley_terry_loss, dpo_loss, reverse_kl  # noqa: E402
 
 BAR = 1e-5
 """Largest relative L2 distance of two gradients."""

@@ -20,7 +20,7 @@ from shoal.env import Env
 from shoal.envs.builtin.arithmetic import ArithmeticState, solve
 from shoal.envs.evaluate import Transcript
 from shoal.envs.load import load_env
-from shoal.envs.play import play_scripted
+from shoal.envs.play_episodes import play_scripted
 from shoal.models.checkpoint import load_policy, save_policy
 from shoal.protocol.messages import Group, Rollout, Sampling
 from shoal.protocol.tolerances import Dtype

@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.poison.payloads import ARGS, ENVIRONMENT, SAMPLING, START, poisoned, say
 from shoal.chat.renderer import Renderer
-from shoal.config import BOUNDS, TrainConfig
+from shoal.config import BOUNDS, SamplingConfig, TrainConfig
 from shoal.engine.interface import ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.envs.evaluate import evaluate
 from shoal.envs.load import load_env
-from shoal.envs.play import play_block, play_scripted
+from shoal.envs.play_episodes import play_block, play_scripted
 from shoal.envs.replay import replay_group
 from shoal.evaluation_files import Evaluation
 from shoal.ledger.commands import AskLease, JoinRun, Publish, Submit, SubmitVerdict, Tick
@@ -31,14 +31,14 @@ from shoal.ledger.event import Entry
 from shoal.ledger.log.sqlite_store import Store
 from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.members import NodeQuarantined
-from shoal.ledger.records import NodeRecord, SubmissionRecord
-from shoal.ledger.run import Create, RunCreated
+from shoal.ledger.run_events import Create, RunCreated
 from shoal.ledger.slot_draws import audit_draws, lease_of, recheck_draw, turns
 from shoal.ledger.state import State
+from shoal.ledger.state_records import NodeRecord, SubmissionRecord
 from shoal.ledger.verdict_decisions import to_judge
 from shoal.models.checkpoint import load_policy, save_policy
 from shoal.protocol.algorithm_config import Clip, Grpo, narrowest_bound
-from shoal.protocol.audit_selection import influence, must_audit, paid_tokens
+from shoal.protocol.audit_and_pay import influence, must_audit, paid_tokens
 from shoal.protocol.encoding import digest, to_msgpack
 from shoal.protocol.messages import (
     BatchGroup,
@@ -55,10 +55,10 @@ from shoal.protocol.messages import (
 from shoal.protocol.seed_chain import SecretChain
 from shoal.protocol.tolerances import Dtype, claims_bend_ratios, wire_bounds
 from shoal.train.batch_filter import select
-from shoal.train.behaviour_logprobs import with_own_denominators
 from shoal.train.learner import Learner
+from shoal.train.logprobs import loaded_anew, with_own_denominators
 from shoal.train.rows import TrainingRow, rows_of_group
-from shoal.verification.context import Tools, policy_positions
+from shoal.verification.check_context import Tools, policy_positions
 from shoal.verification.encode_submission import encode_submission
 from shoal.verification.verify import verify_submission
 from shoal.weights.manifest import weights_root
@@ -106,7 +106,7 @@ class PoisonedRun:
         self.renderer = Renderer.from_directory(START)
         self.engine = LocalEngine(threads=1, dtype=case.dtype)
         train = TrainConfig(lr=LR, warmup_steps=3, algorithm=Grpo(loss=Clip(delta=4.0 if case.defended else math.inf)))
-        self.learner = Learner(load_policy(start, torch.float32), train, temperature=1.0, steps=plan.steps)
+        self.learner = Learner(load_policy(start, torch.float32), train, SamplingConfig(), steps=plan.steps)
         secret = case.seed.to_bytes(32, "big")
         self.links = {chain: SecretChain(secret, chain).links() for chain in ("chain/slots", "chain/audits")}
         self.rng, self.now = random.Random(case.seed), 0.0
@@ -116,7 +116,7 @@ class PoisonedRun:
         """Groups by digest."""
         self.course: list[float] = []
         self.num_poisoned = self.quarantines = 0
-        self.book = LogWriter(Store("sqlite://"))
+        self.log_writer = LogWriter(Store("sqlite://"))
         self._begin()
 
     def _begin(self) -> None:
@@ -143,11 +143,11 @@ class PoisonedRun:
     @property
     def state(self) -> State:
         """What the log says."""
-        return self.book.state
+        return self.log_writer.state
 
     def do(self, command: object) -> list[Entry]:
         """Have a command decided and booked."""
-        return self.book.write(command, self.now)
+        return self.log_writer.write(command, self.now)
 
     def run(self) -> None:
         """All steps: the workers serve in turn, in an order drawn anew each round."""
@@ -288,9 +288,8 @@ class PoisonedRun:
         ):
             return rows
         published = {version: self._directory(version) for version in {row.version for row in rows}}
-        return with_own_denominators(
-            rows, published, dtype=rules.dtype, temperature=1.0, microbatch_tokens=self.learner.config.microbatch_tokens
-        )
+        logprobs_at = loaded_anew(rules.dtype, 1.0, self.learner.config.microbatch_tokens, torch.float32)
+        return with_own_denominators(rows, published, logprobs_at)
 
     def evaluate(self, episodes: int) -> Evaluation:
         """Sample held-out tasks with the newest policy."""

@@ -19,7 +19,7 @@ import uvloop
 from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits, connections_that_fit, http_server
 from shoal.net.key_files import load_or_make_key
-from shoal.net.server_process import listen
+from shoal.net.server_address import listen
 from shoal.protocol.constants import MAX_MANIFEST_BYTES
 from shoal.protocol.messages import RunInfo
 from shoal.roles.node.serve_chunks import application, offer
@@ -27,7 +27,9 @@ from shoal.roles.node.share_weights import SharedVersions
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import Relays
 from shoal.weights.fetch.sources import ChunkSource, sources_of
-from shoal.weights.manifest import open_manifest, weights_root
+from shoal.weights.fetch.transfer import TransferEvents
+from shoal.weights.fetch.version_directory import VersionFolder
+from shoal.weights.manifest import ManifestTrust, open_manifest, weights_root
 
 
 async def story(url: str, home: Path, port: int, public_url: str) -> None:
@@ -67,14 +69,19 @@ async def _fetch(client: Client, info: RunInfo, home: Path, shared: SharedVersio
     blamed: list[tuple[str, str]] = []
     own = load_or_make_key(home / "node.key").public
     data = await client.get("/v1/manifests/latest", cap=MAX_MANIFEST_BYTES)
-    manifest = open_manifest(data, run=info.run, keys=(info.trainer_key,), now=time.time())
+    manifest = open_manifest(data, ManifestTrust(info.run, (info.trainer_key,)), now=time.time())
     relays = await Relays(client, but=own).sources()
     sources = sources_of(info, client, relays)
     got, began = {source.name: _counted(source) for source in sources}, time.time()
     directory = await fetch(
-        manifest, sources, shared.folder, shared=shared if shared.is_on else None,
-        on_blame=lambda *told: blamed.append(told), on_progress=lambda line: print(line, file=sys.stderr),
-    )  # fmt: skip
+        manifest,
+        sources,
+        VersionFolder(shared.folder),
+        shared=shared if shared.is_on else None,
+        events=TransferEvents(
+            on_blame=lambda *told: blamed.append(told), on_progress=lambda line: print(line, file=sys.stderr)
+        ),
+    )
     ended, cpu_s = time.time(), time.process_time()
     assert weights_root(directory) == manifest.root
     got_bytes = {name: count[0] for name, count in got.items()}

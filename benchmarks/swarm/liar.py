@@ -35,7 +35,7 @@ def lying(store: ChunkStore, *args: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from shoal.cli.process_setup import log_to_stderr
+    from shoal.cli.options import log_to_stderr
 
     log_to_stderr()
     relay.application = lying  # type: ignore[assignment]

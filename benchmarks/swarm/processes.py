@@ -30,9 +30,9 @@ from shoal.net.key_files import load_or_make_key
 from shoal.protocol.encoding import to_json
 from shoal.protocol.messages import WriteAck
 from shoal.run_folder import RunFolder
-from shoal.tree import from_tree
+from shoal.typed_toml import from_tree
 from shoal.weights.manifest import sign_manifest
-from shoal.weights.publish import HttpSink, publish
+from shoal.weights.publish import HttpSink, PublishSettings, publish
 
 MB = 1_000_000
 
@@ -109,12 +109,7 @@ class Swarm:
         key = load_or_make_key(self.folder.keys / "trainer.key")
         async with Client(self.url, key, run=self.folder.run_id()) as client:
             manifest = await publish(
-                self.root / "weights",
-                HttpSink(client),
-                run=client.run,
-                version=0,
-                dtype="float32",
-                chunk_bytes=chunk_bytes,
+                self.root / "weights", HttpSink(client), PublishSettings(client.run, 0, "float32", chunk_bytes)
             )
             signed = to_json(sign_manifest(manifest, key, now=time.time()))
             await client.send("POST", "/v1/checkpoints", signed, WriteAck)

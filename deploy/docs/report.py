@@ -15,8 +15,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from shoal.runs.replay import open_run
-from shoal.views.report.html import report_of
+from shoal.runs.run_reader import open_run
+from shoal.views.report.report import report_of
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "report.png"
 WIDTH, HEIGHT, GAP = 900, 1000, 24

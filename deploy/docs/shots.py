@@ -21,7 +21,7 @@ from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 from shoal.views.web.app import page_app
-from shoal.views.web.page_runs import PageRuns
+from shoal.views.web.served_runs import ServedRuns
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 TOKEN = "t" * 43
@@ -41,18 +41,20 @@ SHOTS = {
 def main(run: str, *names: str) -> None:
     """Write the pictures of these names, or all."""
     with tempfile.TemporaryDirectory() as temporary:
-        shelf = PageRuns(Path(temporary) / "index.sqlite", [run])
-        while shelf.step():
+        served_runs = ServedRuns(Path(temporary) / "index.sqlite", [run])
+        while served_runs.step():
             pass
         listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(page_app(shelf, TOKEN), log_level="warning", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(page_app(served_runs, TOKEN), log_level="warning", lifespan="off"))
         threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True).start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         asked = (
             "SELECT g.id FROM groups g JOIN rollouts r ON r.id = 4096 * g.id WHERE g.run = 1 AND public = 1 "
             "AND status = ? ORDER BY g.id DESC LIMIT 1"
         )
-        groups = {status: row["id"] for status in ("refused", "signal") for row in shelf.look().rows(asked, status)}
+        groups = {
+            status: row["id"] for status in ("refused", "signal") for row in served_runs.look().rows(asked, status)
+        }
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             for name in names or SHOTS:
@@ -60,7 +62,7 @@ def main(run: str, *names: str) -> None:
                 _shot(browser, url, view.format(**groups), name, *window)
             browser.close()
         server.should_exit = True
-        shelf.close()
+        served_runs.close()
 
 
 def _shot(browser: Browser, url: str, view: str, name: str, width: int, height: int, mode: str) -> None:

@@ -1,7 +1,6 @@
 """A validator's proof that it did the prefill: four numbers that only the activations give, different for each key.
 
 Validators call this for their own key, and for the keys of those who judged before them, so that each can be checked.
-It depends on neither model nor protocol: activations and a key's bytes go in, numbers come out.
 
 The activations h of a submission's audited tokens are projected twice, over channels by random signs r and over tokens
 by random signs c, both drawn from the key (Johnson and Lindenstrauss, Contemp. Math. 26, 1984):

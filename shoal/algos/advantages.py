@@ -1,7 +1,10 @@
-"""Advantages of a group's rollouts: GRPO, RLOO, MaxRL, returns to go, process rewards, and the spread of a batch."""
+"""Advantages: GRPO, RLOO, MaxRL, returns to go, process rewards, GAE, VinePPO, and the spread of a batch.
+
+numpy alone, so that the coordinator may import it.
+"""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,8 +12,6 @@ from numpy.typing import NDArray
 # --- The numpy half of GRPO ---
 #
 # How much better than its siblings each rollout of a group did, and whether any did.
-#
-# numpy alone, so that the coordinator may import it. The loss is in `losses.py`.
 #
 #       symbol   meaning                                       where
 #       R_i      reward of rollout i of the group              DeepSeekMath, arXiv:2402.03300, section 4.1.2
@@ -50,8 +51,6 @@ def rewards_differ(rewards_G: Sequence[float]) -> bool:
 #
 # The reward of a rollout minus the mean of the others (arXiv:2402.14740, section 3; Kool et al. 2019).
 #
-# numpy alone, so that the coordinator may import it.
-#
 #       symbol   meaning                                                        argument
 #       R_i      reward of rollout i of the group                               rewards_G
 #       A_i      R_i - 1/(G - 1) sum_{j != i} R_j  =  G/(G - 1) (R_i - mean(R))
@@ -71,8 +70,6 @@ def rloo_advantages(rewards_G: Sequence[float]) -> NDArray[np.float32]:
 # --- MaxRL's advantages ---
 #
 # They make the policy gradient one of the log-likelihood of success (arXiv:2602.02710).
-#
-# numpy alone, so that the coordinator may import it.
 #
 #       symbol   meaning                                           argument
 #       R_i      1 if rollout i of the group succeeded, else 0     rewards_G
@@ -187,8 +184,6 @@ def step_rewards_differ(rewards_G_S: Sequence[Sequence[float]]) -> bool:
 #
 # ScaleRL (arXiv:2510.13786) and REINFORCE++ (arXiv:2501.03262).
 #
-# numpy alone; it knows neither tokens nor losses.
-#
 #       symbol   meaning                                                   argument
 #       A_i      advantage of rollout i of the batch; with a critic, a
 #                teacher or continuations, of token i                      A_I
@@ -205,3 +200,104 @@ def batch_scale(A_I: NDArray[np.float64]) -> float:
     """What each advantage of the batch is multiplied by: 1 if all are equal, as when a batch has only one rollout left."""
     std = float(A_I.std())
     return 1 / (std + STD_FLOOR) if std > STD_FLOOR else 1.0  # guard: equal-advantages-keep-their-size
+
+
+# --- Generalised advantage estimation (arXiv:1506.02438) over the tokens of one rollout, from a critic's values ---
+#
+#     symbol     meaning                                                                         argument
+#     V(s_t)     value of the state before token t is written                                    values_T
+#     r_t        reward that token t earns; in most runs only the last one earns any             rewards_T
+#     gamma      discount of a token; 1 in language models, whose episodes end                   gamma
+#     lambda     0: trust the critic after one token; 1: wait for the rewards, as REINFORCE      lam
+#     delta_t    r_t + gamma V(s_t+1) - V(s_t);  V after the last token is 0                     equation 12
+#     A_t        sum_l (gamma lambda)^l delta_t+l                                                equation 16
+#     R_t        A_t + V(s_t): what the critic should have said (TD(lambda))                     what `value_loss` takes
+#
+# With the true values every lambda has the gradient's expectation, and less variance the smaller lambda is. With a wrong
+# critic only lambda = 1 keeps that expectation (`docs/design/results-claims.md`).
+#
+# Changed from the paper: the state after the last token has value 0 also where a token limit ended the rollout, because
+# its reward is final. The environment's tokens are no steps: the state before the policy's next token follows the one
+# before.
+#
+# Axes: T tokens that the policy wrote in one rollout.
+
+
+class Estimate(NamedTuple):
+    """Credit of each token, and the critic's targets."""
+
+    A_T: NDArray[np.float64]
+    R_T: NDArray[np.float64]
+
+
+def gae(values_T: Sequence[float], rewards_T: Sequence[float], *, gamma: float = 1.0, lam: float = 0.95) -> Estimate:
+    """A_t and R_t of each token. Raises ValueError if there is not one reward for each value."""
+    V_T = np.asarray(values_T, dtype=np.float64)
+    r_T = np.asarray(rewards_T, dtype=np.float64)
+    if V_T.shape != r_T.shape:
+        raise ValueError(f"{V_T.size} values but {r_T.size} rewards: give one of each for every token")
+    delta_T = r_T + gamma * np.append(V_T[1:], 0.0) - V_T
+    A_T, following = np.empty_like(delta_T), 0.0
+    for t in reversed(range(len(delta_T))):
+        following = delta_T[t] + gamma * lam * following
+        A_T[t] = following
+    return Estimate(A_T, A_T + V_T)
+
+
+# --- VinePPO (arXiv:2410.01679): the value of a state is the mean reward of fresh continuations ---
+#
+#     symbol      meaning                                                                        argument
+#     s_k         state at the start of step k of a rollout, such as a line of reasoning
+#     K           continuations that the policy that sampled the rollout writes from one state
+#     V(s_k)      mean return of these continuations: `vine_values`                              values_S
+#     r_k         reward that step k itself earns; in most runs only the last one earns any      rewards_S
+#     A_k         r_k + V(s_k+1) - V(s_k), the same for all tokens of the step; V after the end is 0
+#
+# V is unbiased for any K, so the gradient is, too; its variance falls with 1 / K. The start s_0 needs no continuations of
+# its own: the other rollouts of the group are continuations from it (`start_values`). A rollout's own return must not be
+# among them. With the mean of the whole group, the gradient of first steps would be (G - 1)/G as long, and that of later
+# steps as long as it should be: another direction, not only another length as with GRPO's baseline.
+#
+# Changed from the paper: no discount, because its gamma is 1. Where a step's continuations are missing, `fill_values`
+# takes the value of the nearest known state before it, so the credit of the steps in between goes to the step that
+# reaches the next known state. This is a rule over what is logged, never over what happened to arrive.
+#
+# Axes: G rollouts of a group; S steps of one rollout; K continuations of one state; T tokens of the policy.
+
+
+def start_values(returns_G: Sequence[float]) -> list[float]:
+    """V(s_0) as each rollout of a group sees it: the mean return of the others. A group has at least two rollouts."""
+    R_G = np.asarray(returns_G, dtype=np.float64)
+    values_G: list[float] = ((R_G.sum() - R_G) / (len(R_G) - 1)).tolist()
+    return values_G
+
+
+def vine_values(returns_S_K: Sequence[Sequence[float]]) -> list[float | None]:
+    """V of each step's first state; None where no continuation is known. Steps may have different numbers of them."""
+    return [float(np.mean(np.asarray(returns_K, np.float64))) if len(returns_K) else None for returns_K in returns_S_K]
+
+
+def fill_values(values_S: Sequence[float | None]) -> NDArray[np.float64]:
+    """The values with those that are unknown taken from the nearest known state before. Raises ValueError if the first,
+    which the group itself gives, is unknown."""
+    if not values_S or values_S[0] is None:
+        raise ValueError("the value of the first state is unknown: give the mean reward of the group's other rollouts")
+    filled, known = np.empty(len(values_S)), values_S[0]
+    for k, value in enumerate(values_S):
+        known = known if value is None else value
+        filled[k] = known
+    return filled
+
+
+def step_advantages(values_S: Sequence[float], rewards_S: Sequence[float]) -> NDArray[np.float64]:
+    """A_k of each step. Raises ValueError if there is not one reward for each value."""
+    V_S = np.asarray(values_S, dtype=np.float64)
+    r_S = np.asarray(rewards_S, dtype=np.float64)
+    if V_S.shape != r_S.shape:
+        raise ValueError(f"{V_S.size} values but {r_S.size} rewards: give one of each for every step")
+    return r_S + np.append(V_S[1:], 0.0) - V_S
+
+
+def of_tokens(advantages_S: Sequence[float], lengths_S: Sequence[int]) -> NDArray[np.float64]:
+    """The advantage of each token, [T], given how many tokens each step has."""
+    return np.repeat(np.asarray(advantages_S, dtype=np.float64), lengths_S)

@@ -2,7 +2,7 @@
 
 With a vocabulary of 151,936, the logits of 4,096 tokens take 2.5 GB, and the loss needs them three times. Here only one
 piece's logits exist at a time; the backward pass computes them again, so the head costs four products instead of three.
-Pure; `entropy` has the formulas, and gives the same figures up to rounding.
+`regularisers` has the formulas, and gives the same figures up to rounding.
 
 Axes: N tokens, n tokens of a piece, D width, V vocabulary.
 """

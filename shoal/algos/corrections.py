@@ -1,4 +1,7 @@
-"""Corrections of off-policy rollouts: truncated importance sampling, IcePop, and masks of whole sequences."""
+"""Corrections of off-policy rollouts: truncated importance sampling, IcePop, and masks of whole sequences.
+
+Axes: N policy tokens of a micro-batch.
+"""
 
 import math
 from typing import NamedTuple
@@ -34,8 +37,6 @@ from shoal.algos.losses import exp_of, row_mean, row_sum
 #
 # `truncated_row_weights` has the ratio of a whole row instead. It corrects for the tokens before, too, and has a far
 # larger variance.
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 class TruncatedWeights(NamedTuple):
@@ -70,8 +71,6 @@ def truncated_row_weights(old_logp_N: Tensor, mu_logp_N: Tensor, row_N: Tensor, 
 #
 # A token on which sampler and trainer differ by so much says more about their arithmetic than about the answer. The paper
 # has 0.5 and 5; INTELLECT-3 (arXiv:2512.16144) takes them, too.
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 def icepop_weights(old_logp_N: Tensor, mu_logp_N: Tensor, *, least: float, most: float) -> TruncatedWeights:
@@ -99,8 +98,6 @@ def icepop_weights(old_logp_N: Tensor, mu_logp_N: Tensor, *, least: float, most:
 #
 # The product is the importance weight of the row. It leaves any band with enough tokens, so long rows are dropped first;
 # the geometric mean does not depend on length. Neither weights the rows that are kept: `truncated` does that.
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 def row_mask(

@@ -1,11 +1,17 @@
-"""Policy losses: PPO's clip, GRPO, GSPO, CISPO, DPPO, REINFORCE, cross entropy, and the importance ratios that they
-share."""
+"""Policy losses: PPO's clip, GRPO, GSPO, CISPO, DPPO, REINFORCE, cross entropy, the importance ratios that they share, and
+the averages over a batch.
+
+Axes: N policy tokens of a micro-batch, row after row; R rows, of which there are at most N.
+"""
 
 import math
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 # --- What the policy losses share ---
@@ -13,9 +19,7 @@ from torch import Tensor
 # The importance ratio, what a loss says of each token, and sums over the tokens of a row.
 #
 # A loss is a formula for one token; which tokens count how much, and what the sum is divided by, is decided before the
-# step (`loss_averaging`). So the losses of micro-batches add up to that of the batch.
-#
-# Axes: N policy tokens of a micro-batch, row after row; R rows, of which there are at most N.
+# step (`token_weights`). So the losses of micro-batches add up to that of the batch.
 
 
 LOG_RATIO_LIMIT = 20.0
@@ -89,8 +93,6 @@ def row_rest(x_N: Tensor, row_N: Tensor) -> Tensor:
 # several updates for those already made. Its log-probs are the worker's claims where these cannot differ much from the
 # truth unseen (`claims_bend_ratios`), else the trainer computes them. A worker that lies about its log-probs could mute
 # its tokens, or scale their gradient up to 1 + eps_high (A > 0) or delta (A < 0).
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 def ppo_loss(
@@ -128,8 +130,6 @@ def clipped(
 #
 # The paper takes the mean of J over rows; so average over rollouts. A mean over tokens gives long rows more weight.
 # Changed from the paper: a rollout of several rows has a ratio for each, because the policy read each anew.
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 def gspo_loss(
@@ -155,8 +155,6 @@ def gspo_loss(
 # PPO's clip gives a token outside the range no gradient at all, and these are often the rare words at which a chain of
 # thought turns. Here such a token has the gradient of a token at the bound. The paper tunes only b and leaves a out (0).
 # ScaleRL (arXiv:2510.13786, section 3.2) has min(r, b) and finds little difference between b = 4, 5 and 8.
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 def cispo_loss(logp_N: Tensor, old_logp_N: Tensor, A_N: Tensor, *, least: float, most: float) -> TokenLoss:
@@ -183,8 +181,6 @@ def cispo_loss(logp_N: Tensor, old_logp_N: Tensor, A_N: Tensor, *, least: float,
 # A bound on d stops tokens that moved the policy much. Those that move back towards mu keep their gradient.
 #
 # Changed from the paper: |log r| is cut at 20 nats, so that an absurd mu leaves the gradient finite.
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 def dppo_loss(logp_N: Tensor, mu_logp_N: Tensor, A_N: Tensor, *, bound: float) -> TokenLoss:
@@ -207,8 +203,6 @@ def dppo_loss(logp_N: Tensor, mu_logp_N: Tensor, A_N: Tensor, *, bound: float) -
 # weights (`truncated`, `icepop`) if an older or rounded policy sampled. The sum over a rollout's tokens, averaged over
 # rollouts, is the gradient of the mean reward. With the advantages of `rloo` this is RLOO (arXiv:2402.14740), with those
 # of `maxrl` MaxRL.
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 def reinforce_loss(logp_N: Tensor, A_N: Tensor) -> TokenLoss:
@@ -223,8 +217,6 @@ def reinforce_loss(logp_N: Tensor, A_N: Tensor) -> TokenLoss:
 #       symbol   meaning                                            argument
 #       p        the policy's probability of the example's token    exp(logp_N)
 #       L        loss:  -(1 / sum_i |o_i|) sum_n w_n log p_n
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 def sft_loss(logp_N: Tensor, weight_N: Tensor, *, num_tokens: float) -> Tensor:
@@ -250,8 +242,6 @@ def sft_loss(logp_N: Tensor, weight_N: Tensor, *, num_tokens: float) -> Tensor:
 # progress alone: a value that the step moved away from its target keeps its gradient.
 #
 # Changed from the code: one half, and the sum is divided by the batch's tokens.
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 class ValueTerms(NamedTuple):
@@ -272,3 +262,52 @@ def value_loss(
     held_N = (near_N - R_N).square()
     loss = 0.5 * (weight_N * torch.maximum(free_N, held_N)).sum() / num_tokens
     return ValueTerms(loss, ((held_N > free_N) & (near_N != V_N)).detach())
+
+
+# --- How the terms of tokens become one number: the four averages of the field, each as a weight of the row's tokens ---
+#
+# A loss is sum_n w_n loss_n / N with N policy tokens, whatever the average, so it may be added up in any micro-batches.
+#
+#     average    mean of                                                weight of a token of rollout i, task q
+#     tokens     all tokens of the batch: DAPO, arXiv:2503.14476        1
+#     rollouts   rollouts' means: GRPO, arXiv:2402.03300, eq. 3         N / (I |o_i|)
+#     prompts    tasks' means over the tokens of all their rollouts:    N / (Q sum of |o_j| over rollouts j of q)
+#                ScaleRL, arXiv:2510.13786
+#     constant   rollouts' sums divided by L: Dr.GRPO,                  N / (I L)
+#                arXiv:2503.20783; L = 1 in its formula
+#
+# The mean over rollouts pushes a token of a long wrong answer less than one of a short wrong answer, so wrong answers
+# grow longer; a constant does not (Dr.GRPO). The mean over tokens gives a task with long answers more weight; that over
+# prompts does not.
+#
+# I and Q count every rollout and task of the batch: also those without a token in the loss, because they were truncated
+# and are masked, ended by a fault, or wrote nothing. Such a rollout is a row of 0 tokens: it is in the divisor, and adds
+# nothing to the sum. |o_i| and N count tokens of the loss alone, so the mean over tokens does not see it. TRL has these
+# denominators if it masks truncated completions: its losses grpo (rollouts) and dr_grpo (constant) divide by all
+# rollouts, and bnpo, dapo and cispo (tokens) by the tokens that are not masked. It has no mean over prompts.
+#
+# Axes: R rows of a batch. I rollouts, Q tasks; a rollout may have several rows.
+
+
+Average = Literal["tokens", "rollouts", "prompts", "constant"]
+
+
+def token_weights(
+    tokens_R: Sequence[int], rollout_R: Sequence[Hashable], prompt_R: Sequence[Hashable], *, average: Average, L: float
+) -> NDArray[np.float64]:
+    """w of each token of a row, float64[R]. `tokens_R` counts the tokens of a row in the loss, 0 if it is in the divisor
+    alone; the next two name its rollout and its task. `L` counts only for the constant average."""
+    num_tokens = sum(tokens_R)
+    match average:
+        case "tokens":
+            return np.ones(len(tokens_R))
+        case "constant":
+            return np.full(len(tokens_R), num_tokens / (len(set(rollout_R)) * L))
+        case "rollouts":
+            owner_R = rollout_R
+        case "prompts":
+            owner_R = prompt_R
+    held: dict[Hashable, int] = {}
+    for owner, tokens in zip(owner_R, tokens_R, strict=True):
+        held[owner] = held.get(owner, 0) + tokens
+    return np.array([num_tokens / (len(held) * max(held[owner], 1)) for owner in owner_R])

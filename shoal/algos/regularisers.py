@@ -1,8 +1,13 @@
-"""Regularisers of a policy loss: estimates of the KL divergence, squared ratios, and entropy."""
+"""Regularisers of a policy loss: estimates of the KL divergence, squared ratios, and entropy.
+
+Axes: N policy tokens of a micro-batch, V vocabulary.
+"""
 
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.algos.losses import LOG_RATIO_LIMIT, row_rest
@@ -33,8 +38,6 @@ from shoal.algos.losses import LOG_RATIO_LIMIT, row_rest
 # arXiv:2512.02556). All of these take what was written before a token as given. `rest_of_penalty` is the gradient of the
 # divergence between whole rows: each token answers for the penalties of all that follow, as for a reward (RLHF's usual
 # form, arXiv:2009.01325; RLOO, arXiv:2402.14740).
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -71,8 +74,6 @@ def rest_of_penalty(old_logp_N: Tensor, reference_logp_N: Tensor, row_N: Tensor)
 #
 # The default loss of prime-rl adds 1e-3 P; it names Kimi K2.5 as its source. P is twice the estimator k2 of the KL
 # divergence from mu (Schulman 2020), whose gradient on policy is that of the divergence.
-#
-# Axes: N policy tokens of a micro-batch.
 
 
 def squared_ratio(logp_N: Tensor, mu_logp_N: Tensor) -> Tensor:
@@ -93,8 +94,6 @@ def squared_ratio(logp_N: Tensor, mu_logp_N: Tensor) -> Tensor:
 #       beta     weight of the bonus
 #
 # Derivatives, which the backward pass uses: d log p_o / d z_v = [v = o] - p_v d H / d z_v = -p_v (log p_v + H)
-#
-# Axes: N tokens, V vocabulary.
 
 
 def logprob_and_entropy(z_NV: Tensor, o_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,3 +136,24 @@ class _LogprobAndEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         logp_NV, o_N, H_N = ctx.saved_tensors
         return gradient_of_logits(logp_NV, o_N, H_N, *grads), None
+
+
+# --- How much of the entropy bonus a step has, so that entropy stays near a target ---
+#
+#     symbol   meaning                                                                  argument
+#     H        entropy of the policy that sampled, a token, estimated from its tokens:  -mean(log mu(o)), from mu_logp_N
+#     H*       target, nats a token                                                     target
+#     s        share of the bonus:   2 (1 - H / H*), at least 0 and at most 1           the result
+#
+# All of the bonus below half of the target, and none above it. The estimate of H has no bias, because tokens are drawn
+# from mu. Skywork-OR1 (arXiv:2505.22312, section 4) adds to or takes from the weight of the bonus after each step, and
+# applies it only while H is at most H*. Changed: s depends on the batch alone, so there is no state to save, and a
+# repeated step has the same bits. In exchange, entropy may settle anywhere between half of the target and the target.
+
+
+def bonus_share(mu_logp_N: NDArray[np.float32], target: float) -> float:
+    """s of a batch; a target of 0 gives all of the bonus."""
+    if target == 0:
+        return 1.0
+    H = -float(mu_logp_N.astype(np.float64).mean())
+    return min(1.0, max(0.0, 2 * (1 - H / target)))

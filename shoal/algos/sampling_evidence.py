@@ -1,6 +1,4 @@
-"""Statistics of replayed sampling: how much honest noise may do in a rollout, in a group, and in a node's life.
-
-It depends on neither model nor protocol: gaps go in, counts and bits come out.
+"""Evidence against a worker from replayed sampling: what honest noise may do in a rollout, in a group, in a node's life.
 
 A replay gives each token a gap: the distance in nats from the best choice to the token that was written (Token-DiFR,
 arXiv:2511.20621). An honest token's gap is 0 up to rounding. Two figures are pooled over tokens: F, the number of gaps
@@ -134,7 +132,7 @@ class SamplingEvidence(NamedTuple):
     flips: tuple[float, ...] = (0.0,) * len(EXCESS_BITS)
     gaps: tuple[float, ...] = (0.0,) * len(EXCESS_BITS)
     claims: tuple[float, ...] = (0.0,) * 4
-    """From claimed log-probs, by direction; see `logprob_evidence`."""
+    """From claimed log-probs, by direction; see `grown`."""
 
 
 def update(evidence: SamplingEvidence, figures: EvidenceFigures, noise: SamplingNoise) -> SamplingEvidence:
@@ -188,3 +186,63 @@ def _at_most(count: int, tokens: int, share: float) -> float:
         for c in range(count + 1)
     )  # fmt: skip
     return math.fsum(math.exp(log) for log in logs)
+
+
+# --- Statistics of claimed log-probs: whether they lean one way by more than honest rounding does ---
+#
+# An honest worker samples token x from p, by its own arithmetic, and claims log p(x). The validator finds log q(x). The
+# difference d = log p(x) - log q(x) is not 0 on average: its mean is the KL divergence of p from q. But e^-d has mean
+# sum p (q / p) = 1 exactly, whatever the machines, and e^d has mean 1 + chi-square, which is about e^(2 KL) if rounding
+# is the cause. So the product of e^-d, or of e^(d - 2 m) with m an upper bound on the mean, has mean at most 1 under
+# honesty: it is a likelihood ratio (an e-process). Claims that lean by more than 2 m a token are found in the end.
+#
+# Advantages depend on what was sampled, so a sum that is weighted by their signs leans a little even if nobody lies.
+# Therefore 2 m is taken off in every direction. The weighted sum is needed because claims that mute good rollouts and
+# amplify bad ones may cancel in the plain sum.
+#
+#     symbol   meaning
+#     d        claimed - replayed log-prob of a token, cut to [-bound, bound]; nats
+#     m        upper bound on the honest mean of d, from calibration; nats
+#     D        sum of d over a rollout, or over a group plainly or times the sign of each rollout's advantage
+#     T        tokens of the sum
+
+
+LIMIT_NATS = 11.512925464970229
+"""ln(1 / 1e-5): at most once in 100,000 times do the honest claims of a rollout, or of a group, lean further."""
+
+SLACK = 2.0
+"""Multiple of m that is taken off for each token: for small d, the log of the mean of e^d is twice the mean of d."""
+
+
+class ClaimNoise(Protocol):
+    """What calibration says about honest claims, for one pair of sampling and replaying dtypes."""
+
+    @property
+    def logprob(self) -> float:
+        """Each difference is cut to this, nats."""
+
+    @property
+    def logprob_mean(self) -> float:
+        """m; 0 if the run judges no sums."""
+
+
+def cut(off_N: NDArray[np.float64], noise: ClaimNoise) -> NDArray[np.float64]:
+    """d of some tokens. A difference that is not a number counts as the largest."""
+    return np.clip(np.nan_to_num(off_N, nan=noise.logprob), -noise.logprob, noise.logprob)
+
+
+def lean(total: float, tokens: int, noise: ClaimNoise) -> float:
+    """How far |D| exceeds what is honest, nats; to be compared with `LIMIT_NATS`."""
+    return abs(total) - SLACK * tokens * noise.logprob_mean
+
+
+def grown(bits: tuple[float, ...], plain: float, weighted: float, tokens: int, noise: ClaimNoise) -> tuple[float, ...]:
+    """Bits of a node's evidence after one more audited group: plain D upwards and downwards, weighted D likewise.
+
+    Each stops at 0, so that an honest past does not let a node lie later. An honest node reaches b bits at most once in
+    2^b groups.
+    """
+    slack = SLACK * tokens * noise.logprob_mean
+    totals = (plain, -plain, weighted, -weighted)
+    # guard: no-credit-for-past-claims
+    return tuple(max(0.0, had + (total - slack) * LOG2_E) for had, total in zip(bits, totals, strict=True))

@@ -7,6 +7,7 @@ the user's own is tried in a child when it is opened, and then read in this proc
 Requests and answers are MessagePack. The child answers one request after another.
 """
 
+import array
 import contextlib
 import hashlib
 import itertools
@@ -17,21 +18,20 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import psutil
 
-from shoal.chat.isolated_messages import RendererAnswer, RendererFacts, RendererOpened, batches, packed, unpacked
+from shoal.chat.history_rendering import Part
 from shoal.chat.renderer import FILES, Prompt, Renderer, TextSpan
 from shoal.chat.template_capabilities import ASK
 from shoal.config.process_environment import child_environment
 from shoal.errors import Overreach, StateError
-from shoal.pipes import Late, Pipes, next_frame, write_frame
+from shoal.ipc import OUT_OF_MEMORY, Child, ChildExited, Reason, read_message, spawn, take_pipes, write_message
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS, MODEL_STOPS
 
 MAX_FRAME_BYTES = 4 * (MAX_ROLLOUT_TOKENS + 1) + 1024
@@ -46,8 +46,8 @@ GRACE_S = 5.0
 SYSTEM_LIMITS_MEMORY = sys.platform == "linux"
 """Whether the system enforces a limit on address space. macOS does not, so there we watch the child ourselves."""
 
-_NO_MEMORY = 77
-"""Exit code of a child that reached its memory limit."""
+BATCH_TOKENS = 1 << 14
+"""Most tokens that one request decodes, unless a single turn is longer."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -74,11 +74,9 @@ class StartRenderer(Protocol):
     """Starts the child: `start_here`, or a function that a role passes. This room may not import
     `chat/isolated_tokenizer`."""
 
-    def __call__(
-        self, program: str, arguments: Sequence[str], files: Sequence[Path]
-    ) -> "tuple[subprocess.Popen[bytes], str]":
-        """Start a Python program with these arguments followed by its `sys.path`. Returns its process, with pipes as
-        standard input and output, and the directory where it finds the files. Raises `Overreach`."""
+    def __call__(self, program: str, arguments: Sequence[str], files: Sequence[Path]) -> tuple[Child, str]:
+        """Start a Python program with these arguments followed by its `sys.path`. Returns it, and the directory where it
+        finds the files. Raises `Overreach`."""
 
 
 class ContainedRenderer(Renderer):
@@ -95,7 +93,7 @@ class ContainedRenderer(Renderer):
         self.directory, self._limits, self._start = Path(directory), limits, start or start_here
         self._stops = stops
         self._lock = threading.Lock()
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._facts: RendererFacts | None = None
         self.decode([])
         assert self._facts is not None, "an open child has told its facts"
@@ -107,19 +105,19 @@ class ContainedRenderer(Renderer):
         return self.decode_all([token_ids])[0]
 
     def decode_all(self, turns: Sequence[Sequence[int]]) -> list[str]:
-        texts: list[str] = []
-        for batch in batches(turns):
-            texts += self._ask("decode", [packed(turn) for turn in batch], sum(map(len, batch))).texts
-        return texts
+        return self._texts("decode", turns, len(turns))
 
     def pieces(self, turns: Sequence[Sequence[int]]) -> list[list[str]]:
-        pieces: list[str] = []
-        for batch in batches(turns):
-            pieces += self._ask("pieces", [packed(turn) for turn in batch], sum(map(len, batch))).texts
-        if len(pieces) != sum(map(len, turns)):
-            raise StateError("the tokenizer of the policy gives another number of texts than there are tokens")
-        left = iter(pieces)
+        left = iter(self._texts("pieces", turns, sum(map(len, turns))))
         return [list(itertools.islice(left, len(turn))) for turn in turns]
+
+    def _texts(self, act: str, turns: Sequence[Sequence[int]], wanted: int) -> list[str]:
+        texts: list[str] = []
+        for batch in batches(turns):
+            texts += self._ask(act, [packed(turn) for turn in batch], sum(map(len, batch))).texts
+        if len(texts) != wanted:  # guard: contained-texts-are-counted
+            raise Overreach(f"the tokenizer of the policy gave {len(texts)} texts for {wanted}: {_LEAVE}")
+        return texts
 
     def _render_opening(self, key: str) -> Prompt:
         return self._prompted("opening", key)
@@ -132,18 +130,24 @@ class ContainedRenderer(Renderer):
 
     def _history(self, key: str) -> list[TextSpan]:
         answer = self._ask("history", key, key.count("["))  # a frame may name as many places as there are turns
-        ids = iter(unpacked(answer.ids))
+        ids = iter(self._ids(answer))
         return [TextSpan(tuple(itertools.islice(ids, size)), turn, part) for size, turn, part in answer.places]
 
     def _written(self, key: str) -> list[int]:
-        return unpacked(self._ask("written", key).ids)
+        return self._ids(self._ask("written", key))
 
     def _encode(self, text: str) -> list[int]:
-        return unpacked(self._ask("encode", text).ids)
+        return self._ids(self._ask("encode", text))
 
     def _prompted(self, act: str, key: str) -> Prompt:
         answer = self._ask(act, key)
-        return Prompt(tuple(unpacked(answer.ids)), answer.yes)
+        return Prompt(tuple(self._ids(answer)), answer.yes)
+
+    def _ids(self, answer: "RendererAnswer") -> list[int]:
+        ids = unpacked(answer.ids)
+        if max(ids, default=0) >= self.vocabulary:  # guard: contained-ids
+            raise Overreach(f"the tokenizer of the policy makes token {max(ids)} of {self.vocabulary}: {_LEAVE}")
+        return ids
 
     def _ask(self, act: str, argument: Any, num_tokens: int = 0) -> "RendererAnswer":
         """One answer of the child. If the child dies or is too slow, a second one is asked, as the fault may be ours.
@@ -151,32 +155,35 @@ class ContainedRenderer(Renderer):
         `num_tokens` is the number of tokens whose texts the answer contains.
         """
         max_bytes = MAX_FRAME_BYTES + MAX_TOKEN_BYTES * num_tokens
-        request = msgspec.msgpack.encode((act, argument))
         with self._lock:
             for last in (False, True):
                 try:
                     self._child = self._child or self._open()
-                    answer = self._child.ask(request, self._limits.time_s, RendererAnswer, max_bytes)
+                    answer = _asked(self._child, (act, argument), self._limits.time_s, _answer_of, max_bytes)
                     break
-                except _Gone as gone:
+                except ChildExited as gone:
                     self._child = None
-                    if last or gone.certain:
+                    if last or gone.reason in (Reason.MEMORY, Reason.LONG):  # a second one would end in the same way
                         raise Overreach(
-                            f"the chat template or the tokenizer of the policy {gone} (limits for each text: "
+                            f"the chat template or the tokenizer of the policy {_why(gone)} (limits for each text: "
                             f"{self._limits.time_s:g} s, {self._limits.memory_mb} MB). The host of the run chose them: "
-                            "leave this run, and tell the host"
+                            + _LEAVE
                         ) from gone
-                    log.warning("tokenizer restarted=true reason=%r", str(gone))
+                    log.warning("tokenizer restarted=true reason=%r", _why(gone))
         if answer.refused:
             raise StateError(answer.refused)
         return answer
 
-    def _open(self) -> "_Child":
-        files = [self.directory.absolute() / name for name in FILES[self._stops]]
-        child = _Child(self._limits, self._start, files)
-        opened = child.ask(msgspec.msgpack.encode((child.directory, self._stops)), self._limits.open_s, RendererOpened)
+    def _open(self) -> Child:
+        limits, files = self._limits, [self.directory.absolute() / name for name in FILES[self._stops]]
+        memory_mb = limits.memory_mb if SYSTEM_LIMITS_MEMORY else 1 << 20  # no limit
+        program = "import sys; sys.path[:] = sys.argv[3:]; from shoal.chat.isolated import serve; serve()"
+        child, directory = self._start(program, (str(memory_mb), str(limits.time_s)), files)
+        if not SYSTEM_LIMITS_MEMORY:
+            child.watch(partial(_demand_memory, child.pid, limits.memory_mb * 1_000_000))
+        opened = _asked(child, (directory, self._stops), limits.open_s, _opened_of, MAX_FRAME_BYTES)
         if opened.facts is None:
-            raise StateError(opened.refused.replace(child.directory, str(self.directory)))
+            raise StateError(opened.refused.replace(directory, str(self.directory)))
         if self._facts is not None and opened.facts != self._facts:  # guard: contained-same-files
             raise Overreach(
                 f"{self.directory} has another tokenizer or chat template than the version that was opened first: the host "
@@ -185,6 +192,8 @@ class ContainedRenderer(Renderer):
         self._facts = opened.facts
         return child
 
+
+_LEAVE = "leave this run, and tell the host"
 
 OWN_LIMITS = RendererLimits(open_s=20.0)
 """What a model of the user's own may take for its first texts."""
@@ -199,7 +208,7 @@ def open_own(directory: Path) -> Renderer:
         tried.reply([ASK])
     except Overreach as error:
         raise StateError(
-            f"the chat template or the tokenizer of {directory} {error.__cause__ or error} (limits for each text: "
+            f"the chat template or the tokenizer of {directory} {_why(error.__cause__ or error)} (limits for each text: "
             f"{OWN_LIMITS.time_s:g} s, {OWN_LIMITS.memory_mb} MB): correct the template, or use another model"
         ) from None
     except StateError:
@@ -207,77 +216,91 @@ def open_own(directory: Path) -> Renderer:
     return Renderer.from_directory(directory)
 
 
-class _Gone(Exception):
-    """The child did not answer. The text says why, as the end of a sentence."""
+# --- what is sent ---
 
-    def __init__(self, why: str, certain: bool = False) -> None:
-        super().__init__(why)
-        self.certain = certain
-        """Whether a second try would fail in the same way."""
+
+class RendererFacts(msgspec.Struct, frozen=True):
+    eos_id: int
+    stop_ids: list[int]
+    vocabulary: int
+    notation: str
+    digest: str
+    """Digest of the files that were opened."""
+
+
+class RendererOpened(msgspec.Struct):
+    facts: RendererFacts | None = None
+    refused: str = ""
+
+
+class RendererAnswer(msgspec.Struct, omit_defaults=True):
+    ids: bytes = b""
+    yes: bool = False
+    """The answer to a question, or whether the prompt leaves the policy's reasoning open."""
+    places: list[tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_ROLLOUT_TOKENS)], int, Part]] = []
+    """For each segment of a history: its number of ids, its turn and its part."""
+    texts: list[str] = []
+    refused: str = ""
+    """Why the renderer refuses this text. It would do the same in our process."""
+
+
+_opened_of = msgspec.msgpack.Decoder(RendererOpened).decode
+_answer_of = msgspec.msgpack.Decoder(RendererAnswer).decode
+
+
+def batches(turns: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Turns in order, in batches of at most `BATCH_TOKENS` tokens, or of one longer turn. Each turn counts one more."""
+    batch: list[Sequence[int]] = []
+    room = BATCH_TOKENS
+    for turn in turns:
+        if batch and len(turn) + 1 > room:
+            yield batch
+            batch, room = [], BATCH_TOKENS
+        batch.append(turn)
+        room -= len(turn) + 1
+    if batch:
+        yield batch
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    return array.array("I", token_ids).tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    ids = array.array("I")
+    ids.frombytes(data[: len(data) // ids.itemsize * ids.itemsize])
+    return ids.tolist()
 
 
 # --- our end ---
 
 
-class _Child:
-    """A running child. It ends when this object is freed, and when this process ends."""
+def _asked(child: Child, request: object, limit_s: float, decode: Callable[[bytes], T], max_bytes: int) -> T:
+    """The child's answer. Raises `ChildExited`."""
+    return child.decoded(child.ask(msgspec.msgpack.encode(request), limit_s + GRACE_S, max_bytes), decode)
 
-    def __init__(self, limits: RendererLimits, start: StartRenderer, files: Sequence[Path]) -> None:
-        memory_mb = limits.memory_mb if SYSTEM_LIMITS_MEMORY else 1 << 20  # no limit
-        program = "import sys; sys.path[:] = sys.argv[3:]; from shoal.chat.isolated import serve; serve()"
-        self._process, self.directory = start(program, (str(memory_mb), str(limits.time_s)), files)
-        watch = partial(_demand_memory, self._process.pid, limits.memory_mb * 1_000_000)
-        self._pipes = Pipes(self._process, None if SYSTEM_LIMITS_MEMORY else watch)
 
-    def ask(self, request: bytes, limit_s: float, kind: type[T], max_bytes: int = MAX_FRAME_BYTES) -> T:
-        """The child's answer. Ends the child before it raises `_Gone`."""
-        until = time.monotonic() + limit_s + GRACE_S
-        try:
-            self._pipes.send(request, until)
-            size = self._pipes.size(until)
-            if size > max_bytes:  # guard: contained-texts
-                raise _Gone(f"answered a request with {size} bytes, limit {max_bytes}", certain=True)
-            return msgspec.msgpack.decode(self._pipes.read(size, until), type=kind)
-        except _Gone:
-            self._pipes.end()
-            raise
-        except Late:
-            self._pipes.end()
-            raise _Gone("took too long") from None
-        except (EOFError, OSError, msgspec.MsgspecError) as error:
-            raise self._why(str(error)) from None
-
-    def _why(self, error: str) -> _Gone:
-        """Why the child closed its pipe or sent something wrong."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        code = self._process.returncode
-        self._pipes.end()
-        if code == _NO_MEMORY:
-            return _Gone("took too much memory", certain=True)
-        if code == -signal.SIGALRM:
-            return _Gone("took too long")
-        if code is None:
-            return _Gone(f"gave a wrong answer ({error})")
-        return _Gone(f"crashed ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})")
+def _why(gone: BaseException) -> str:
+    """Why a child ended, in the words of its limits."""
+    if not isinstance(gone, ChildExited):
+        return str(gone)
+    if gone.reason is Reason.TIMEOUT or gone.code == -signal.SIGALRM:
+        return "took too long"
+    return "took too much memory" if gone.reason is Reason.MEMORY else str(gone)
 
 
 def _demand_memory(process: int, most_bytes: int) -> None:
-    """Raise `_Gone` if a child has more in memory. If it has ended, the pipe will show it."""
+    """Raise `ChildExited` if a child has more in memory. If it has ended, the pipe will show it."""
     with contextlib.suppress(psutil.Error):
         taken_bytes = psutil.Process(process).memory_info().rss
         if taken_bytes > most_bytes:  # guard: contained-memory-watched
-            raise _Gone("took too much memory", certain=True)
+            raise ChildExited(Reason.MEMORY, f"takes more than {most_bytes} bytes of memory")
 
 
-def start_here(program: str, arguments: Sequence[str], files: Sequence[Path]) -> "tuple[subprocess.Popen[bytes], str]":
+def start_here(program: str, arguments: Sequence[str], files: Sequence[Path]) -> tuple[Child, str]:
     """Start a child with the rights of this process."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-c", program, *arguments, *sys.path],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-        env=child_environment(1), start_new_session=True,
-    )  # fmt: skip
-    return process, str(files[0].parent)
+    command = [sys.executable, "-I", "-c", program, *arguments, *sys.path]
+    return Child(spawn(command, child_environment(1), stderr=subprocess.DEVNULL)), str(files[0].parent)
 
 
 # --- the child's end ---
@@ -289,19 +312,20 @@ def serve() -> None:
     # guard: contained-alarm-not-blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # a child inherits both from its parent
     memory_mb, time_s = int(sys.argv[1]), float(sys.argv[2])
-    first = next_frame(sys.stdin.buffer)
+    requests, answers = take_pipes()
+    first = read_message(requests)
     if first is None:
         return
     _limit(memory_mb)
     signal.setitimer(signal.ITIMER_REAL, RendererLimits().open_s)
     try:
         renderer, opened = _opened(*msgspec.msgpack.decode(first, type=tuple[str, str]))
-        _answer(msgspec.msgpack.encode(opened))
-        while renderer is not None and (request := next_frame(sys.stdin.buffer)) is not None:
+        _answer(answers, opened)
+        while renderer is not None and (request := read_message(requests)) is not None:
             signal.setitimer(signal.ITIMER_REAL, time_s)  # guard: contained-time
-            _answer(msgspec.msgpack.encode(_obey(renderer, *msgspec.msgpack.decode(request))))
+            _answer(answers, _obey(renderer, *msgspec.msgpack.decode(request)))
     except (MemoryError, Overreach):
-        os._exit(_NO_MEMORY)
+        os.kill(os.getpid(), OUT_OF_MEMORY)
 
 
 def _limit(memory_mb: int) -> None:
@@ -316,9 +340,10 @@ def _limit(memory_mb: int) -> None:
             resource.setrlimit(which, (most, most))
 
 
-def _answer(data: bytes) -> None:
+def _answer(answers: int, answer: RendererOpened | RendererAnswer) -> None:
+    data = msgspec.msgpack.encode(answer)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    write_frame(sys.stdout.fileno(), data)
+    write_message(answers, data)
 
 
 def _opened(place: str, stops: str) -> tuple[Renderer | None, RendererOpened]:

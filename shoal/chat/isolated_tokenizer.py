@@ -6,20 +6,18 @@ files of the tokenizer, and nothing else.
 """
 
 import logging
-import os
-import subprocess
 import sysconfig
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
 
 from shoal.errors import Overreach, StateError
+from shoal.ipc import Child
 from shoal.sandbox.bubblewrap import unreadable
 from shoal.sandbox.filesystem import OUTSIDE, SandboxPath, interpreter, outside, standard_paths
 from shoal.sandbox.limits import NO_LIMIT, Limits
-from shoal.sandbox.sandbox import Sandbox, exit_code
+from shoal.sandbox.sandbox import Resident
 from shoal.sandbox.selftest import examine
 
 LIMITS = Limits(cpu_s=NO_LIMIT, memory_mb=4096, processes=256, open_files=256, scratch_mb=4)
@@ -54,7 +52,7 @@ def can_show(files: Iterable[Path]) -> bool:
     return not hidden
 
 
-def start(program: str, arguments: Sequence[str], files: Sequence[Path]) -> "tuple[subprocess.Popen[bytes], str]":
+def start(program: str, arguments: Sequence[str], files: Sequence[Path]) -> tuple[Child, str]:
     """Start a Python program in a sandbox. Returns it, and the directory in which it finds the files.
 
     Raises `Overreach`. Any other `StateError` would mean that the tokenizer refuses a text.
@@ -62,14 +60,12 @@ def start(program: str, arguments: Sequence[str], files: Sequence[Path]) -> "tup
     package, *packages = _code()
     paths = [*standard_paths(), *(str(outside(path)) for path in (package.parent, *packages))]
     command = [str(interpreter()), "-I", "-S", "-B", "-c", program, *arguments, *paths]
-    task = {"kind": "resident", "program": command}
     checkpoint = [SandboxPath(file.resolve(), PLACE / file.name) for file in _there(files)]
     try:
-        cell = Sandbox(LIMITS, task, [package, *packages, *checkpoint])
+        return Resident(command, LIMITS, [package, *packages, *checkpoint]), str(PLACE)
     except StateError as error:
         # guard: unstarted-refuses-no-text
         raise Overreach(f"the tokenizer of the policy cannot be opened: {error}") from None
-    return cast("subprocess.Popen[bytes]", SandboxProcess(cell)), str(PLACE)
 
 
 def _code() -> list[Path]:
@@ -79,25 +75,3 @@ def _code() -> list[Path]:
 
 def _there(files: Iterable[Path]) -> list[Path]:
     return [file for file in files if file.exists()]
-
-
-class SandboxProcess:
-    """A sandbox as a process, with the parts of `subprocess.Popen` that a contained renderer uses."""
-
-    def __init__(self, cell: Sandbox) -> None:
-        self._cell = cell
-        process = cell.process
-        assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), True)
-        self.stdin, self.stdout, self.pid = process.stdin, process.stdout, cell.init
-
-    @property
-    def returncode(self) -> int | None:
-        return exit_code(self._cell.process.returncode)
-
-    def kill(self) -> None:
-        self._cell.end()
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self._cell.process.wait(timeout)
-        return self.returncode

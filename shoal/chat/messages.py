@@ -1,9 +1,9 @@
 """Chat messages as plain data, and the one strict normaliser that every path uses before a template sees them.
 
-The format is OpenAI's: each message has `role` and `content`, the assistant's also `reasoning_content` and `tool_calls`, a
-tool's also `tool_call_id` and `name`. Content is a text, or a list of text parts. A key whose value is None is absent, as
-columns of a table give it to rows that lack it, also in calls, where transformers keeps it; an empty text stays. It does
-not deal with templates or tokens.
+The format is OpenAI's: each message has `role` and `content`, the assistant's also `reasoning_content` and
+`tool_calls`, a tool's also `tool_call_id` and `name`. Content is a text, or a list of text parts. A key whose value is
+None is absent, as columns of a table give it to rows that lack it, also in calls, where transformers keeps it; an empty
+text stays.
 """
 
 import itertools
@@ -143,7 +143,7 @@ def plain(value: Any, what: str, depth: int = MAX_DEPTH) -> Any:
     raise BadMessage(f"{what} contains a {type(value).__name__}: use texts, finite numbers, booleans, lists and tables")
 
 
-def arguments_of(env: object) -> dict[str, Any]:
+def arguments_of(env: Any) -> dict[str, Any]:
     """The arguments that an environment gives to the chat template: its `template`, and its `tools` if it has any."""
     tools = getattr(env, "tools", ())
     return {**({"tools": list(tools)} if tools else {}), **getattr(env, "template", {})}

@@ -8,31 +8,29 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-from tokenizers import Tokenizer
 
-from shoal.chat.history import Part, TurnSpan, demand_once, demand_results, places
+from shoal.chat.history_rendering import Part, TurnSpan, demand_once, demand_results, places
 from shoal.chat.messages import Written, as_messages, normal, template_arguments
 from shoal.chat.stop_tokens import StopTokens, num_shared
 from shoal.chat.template import Template
 from shoal.chat.template_capabilities import ASK, MARK, RESULT, TemplateCapabilities, calling, said, unique_mark
-from shoal.chat.token_texts import pieces_of
 from shoal.chat.tool_call_formats import leaves_reasoning_open, notation_of
 from shoal.chat.turn_encoder import TurnEncoder
 from shoal.env import Message
 from shoal.errors import Overreach, StateError
-from shoal.models import auto_tokenizer, chat_template_files
-from shoal.models.chat_template_files import TemplateSource
+from shoal.models import chat_template_files, tokenizer_loader
+from shoal.models.chat_template_files import ChatTemplates
 from shoal.models.config import ModelConfig
-from shoal.models.hf_config import HFConfig
 from shoal.models.open_model import spec_of
+from shoal.models.tokenizer_loader import OpenTokenizer
 from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
 
-_TEXTS = (*auto_tokenizer.FILES, chat_template_files.FILE)
+_TEXTS = (*tokenizer_loader.FILES, chat_template_files.FILE)
 
 FILES = {
     CONTROL_STOPS: ("config.json", *_TEXTS),
@@ -48,6 +46,10 @@ TAIL_TOKENS, TAIL_CHARS = 32, 1024
 """The end of a prompt that decides whether a thought is open, and how the text after it is split into tokens."""
 
 _NO_OPENING = json.dumps([ASK])
+
+UNKNOWN, LONGEST = "\ufffd", 8
+"""What bytes that are not a whole character become, and the most tokens of one character: so bytes that never become one
+are told, and the work for a token is bounded."""
 
 
 class Prompt(NamedTuple):
@@ -74,28 +76,17 @@ class Renderer:
     """Tokens that are matched whole before a text is split: control tokens, and others that were added."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: str,
-        tokens: Mapping[str, str],
-        spec: ModelConfig | HFConfig,
-        stops: str = MODEL_STOPS,
-        tool_template: str = "",
-        cleans_up: bool = False,
-        template_in: TemplateSource = TemplateSource(),
+        self, opened: OpenTokenizer, templates: ChatTemplates, spec: ModelConfig, stops: str = MODEL_STOPS
     ) -> None:
-        """`tokens` maps the template's names of special tokens, such as eos_token, to their texts. `stops` is the rule
-        that says which tokens end a turn. `tool_template` shows conversations with tools, where that is another template;
-        an empty `template` shows no others. `cleans_up` is that of `OpenTokenizer`, `template_in` where the
-        templates are."""
-        self._tokenizer, self._cleans_up = tokenizer, cleans_up
-        self.template_in = template_in
-        sources = [source for source in (template, tool_template) if source] or [template]
+        """`stops` is the rule that says which tokens end a turn."""
+        self._tokenizer, tokens, self._cleans_up = opened
+        self.template_in = templates.where
+        tokenizer, sources = self._tokenizer, [source for source in templates[:2] if source] or [""]
         dialects = [
-            TemplateCapabilities(Template(source, tokens, template_in), notation_of(source)) for source in sources
+            TemplateCapabilities(Template(source, tokens, templates.where), notation_of(source)) for source in sources
         ]
         self._dialect, self._tool_dialect, self._template = dialects[0], dialects[-1], dialects[0].template
-        self._only_tools = bool(tool_template and not template)
+        self._only_tools = bool(templates.tools and not templates.plain)
         self.notation: str = _one_notation(dialects)
         """How the policy writes tool calls and reasoning; empty if its templates do not say."""
         self.vocabulary: int = spec.vocab_size
@@ -154,14 +145,11 @@ class Renderer:
     def from_directory(directory: Path, stops: str = MODEL_STOPS) -> "Renderer":
         """Open the tokenizer and chat template of a checkpoint. Raises `StateError` if one is missing or damaged."""
         directory = Path(directory)
-        spec, opened = spec_of(directory), auto_tokenizer.open_tokenizer(directory)
+        spec, opened = spec_of(directory), tokenizer_loader.open_tokenizer(directory)
         templates = chat_template_files.chat_templates(
-            directory, auto_tokenizer.read_object(directory / auto_tokenizer.CONFIG)
+            directory, tokenizer_loader.read_object(directory / tokenizer_loader.CONFIG)
         )
-        return Renderer(
-            opened.tokenizer, templates.plain or "", opened.tokens, spec, stops, templates.tools or "", opened.cleans_up,
-            templates.where,
-        )  # fmt: skip
+        return Renderer(opened, templates, spec, stops)
 
     def start(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation's opening, up to where the policy begins to write."""
@@ -268,7 +256,7 @@ class Renderer:
         if not self._hidden.isdisjoint(shown):  # the marks of tool calls are not hidden: parsers need them
             shown = [token for token in shown if token not in self._hidden]
         text: str = self._tokenizer.decode(shown, skip_special_tokens=False)
-        return auto_tokenizer.clean_up(text) if self._cleans_up else text
+        return tokenizer_loader.clean_up(text) if self._cleans_up else text
 
     def decode_all(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """The texts of several turns, as `decode` gives them."""
@@ -466,3 +454,21 @@ def _one_notation(dialects: Sequence[TemplateCapabilities]) -> str:
             "the one that the model was trained with"
         )
     return found[0] if found else ""
+
+
+def pieces_of(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
+    """One text for each token. A character of several tokens is the last one's; the others have an empty text.
+
+    A token is decoded after the ones before it, back to the last that ended with a whole character, because some tokenizers
+    write the first token of a sequence in another way.
+    """
+    pieces, first, told = list[str](), 0, 0
+    for end in range(1, len(token_ids) + 1):
+        before, whole = decode(token_ids[first:told]), decode(token_ids[first:end])
+        is_whole = not whole.endswith(UNKNOWN) or end == len(token_ids) or end - told > LONGEST
+        if is_whole:
+            pieces.append(whole[len(before) :])
+            first, told = told, end
+        else:
+            pieces.append("")
+    return pieces

@@ -1,9 +1,9 @@
 """Which tokens end a turn of the policy: two rules, of which a run has one.
 
-By the control rule every control token ends a turn, except those that the chat template writes within turns. By the model's
-rule a turn ends at the tokens with which the model was trained to end it; then control tokens that no template shows, such
-as those that are reserved, end nothing. It renders marked turns, and looks at the control tokens around the marks. It reads
-no text of the policy.
+By the control rule every control token ends a turn, except those that the chat template writes within turns. By the
+model's rule a turn ends at the tokens with which the model was trained to end it; then control tokens that no template
+shows, such as those that are reserved, end nothing. It renders marked turns, and looks at the control tokens around the
+marks.
 """
 
 import re

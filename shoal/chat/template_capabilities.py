@@ -1,8 +1,8 @@
 """What a chat template takes and shows, measured by rendering marked messages.
 
-Templates differ: some take content as a list of parts, some refuse a system message, some want the arguments of a tool call
-as JSON text, some read reasoning under another name or leave it out. `present` writes messages in the form that one
-template takes. A template's name plays no part. It does not deal with tokens.
+Templates differ: some take content as a list of parts, some refuse a system message, some want the arguments of a tool
+call as JSON text, some read reasoning under another name or leave it out. `present` writes messages in the form that
+one template takes. A template's name plays no part.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The notation in which a model writes reasoning and tool calls, recognised by marks in the text of its chat template.
 
-The parsers of environments have the same names. It reads no text of the policy.
+The parsers of environments have the same names.
 """
 
 NOTATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -1,7 +1,7 @@
 """One turn of the policy: what it thought, what it said, and which tools it called, in its notation.
 
-Called when an environment asks an `Action` for its parts. The run file names the notation, or the chat template shows
-it. A turn may be any text: malformed calls are reported as data and raise nothing. Pure and deterministic.
+The run file names the notation, or the chat template shows it. A turn may be any text: malformed calls are reported as
+data and raise nothing. Pure and deterministic.
 """
 
 import bisect

@@ -1,7 +1,6 @@
 """The tokens with which the policy would write a turn, up to the one that ends it.
 
-The chat template says what stands around a turn, and the tokens continue those of the prompt. It does not deal with
-prompts, replies or histories.
+The chat template says what stands around a turn, and the tokens continue those of the prompt.
 """
 
 import functools

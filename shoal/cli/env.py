@@ -1,6 +1,6 @@
-"""`shoal env init`, `check`, `push`, `install`, `attest`, `add-attestation`, `list` and `show`: for authors and users.
+"""`shoal env init`, `check`, `rate`, `push`, `install`, `attest`, `add-attestation`, `list`, `show`.
 
-It depends on no environment: these are loaded when a command runs. Nothing of a package that somebody else wrote runs here.
+Environments are loaded when a command runs. Nothing of a package that somebody else wrote runs here.
 """
 
 import argparse
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.options import add_command, add_group, env_arguments, positive, set_argument
-from shoal.cli.ratings import add_rate
 from shoal.errors import EXIT_NO, ConfigError, cause_of
 from shoal.terminal import command, printable, say
 
@@ -46,7 +45,7 @@ def add_commands(commands: Any) -> None:
         "--no-sandbox", action="store_true", help="play it as your own code, with network, as one with a judge needs"
     )
     _registry_argument(q, required=False)
-    add_rate(p)
+    _add_rate(p)
     _add_sharing(p)
     q = add_command(
         p, "list", env_list, "environments that come with shoal, are installed here, or are in a registry", "",
@@ -60,6 +59,19 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     q.add_argument("name", metavar="NAME[@VERSION]", help="OWNER/NAME, of its newest version if none is named")
     _registry_argument(q)
+
+
+def _add_rate(p: Any) -> None:
+    q = add_command(
+        p, "rate", env_rate, "rate answers that wait for a person",
+        "Shows the answers of a queue one after another and asks for a number from 0 to 10 for each. Several people may "
+        "rate at the same time. Each rating is saved at once. At the end it prints how many answers are rated, and how "
+        "much the raters agree.",
+        ("shoal env rate runs/essays/ratings --name anna", ""),
+    )  # fmt: skip
+    q.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of the queue")
+    q.add_argument("--name", required=True, metavar="RATER", help="your name, so that you rate no answer twice")
+    q.add_argument("--raters", type=positive, default=1, metavar="N", help="how many people rate each answer")
 
 
 def _add_sharing(p: Any) -> None:
@@ -140,8 +152,8 @@ def env_check(args: argparse.Namespace) -> int:
     from shoal.config import load_run, load_sft, sampling_of
     from shoal.config.env_settings import EnvConfig
     from shoal.config.load import env_at
-    from shoal.envs.lint.run import check
-    from shoal.tree import read_toml
+    from shoal.envs.lint.process_checks import check
+    from shoal.typed_toml import read_toml
 
     is_file, file = args.env.endswith(".toml"), Path(args.env)
     if args.set and not is_file:
@@ -199,14 +211,14 @@ def _renderer(config: "RunConfig", beside: Path) -> "Renderer | None":
 def env_push(args: argparse.Namespace) -> None:
     from shoal.config import node_home
     from shoal.env_packages.archive import index_folder
-    from shoal.env_packages.metadata import describe
+    from shoal.env_packages.metadata import read_package
     from shoal.env_packages.naming import owner_of
     from shoal.env_packages.publish import change_key, push, withdraw
     from shoal.env_packages.registry import own_registry
     from shoal.net.key_files import load_key, load_or_make_key
 
     home = node_home()
-    about = describe(args.folder, index_folder(args.folder)).about  # before a registry and a key are made
+    about = read_package(args.folder, index_folder(args.folder)).about  # before a registry and a key are made
     registry = own_registry(args.registry, make=args.withdraw is None)
     key = load_key(args.key) if args.key else load_or_make_key(home / "author.key")
     if args.new_key:
@@ -265,7 +277,7 @@ def env_attest(args: argparse.Namespace) -> None:
     from shoal.env_packages.registry import open_registry, own_registry
     from shoal.net.key_files import load_or_make_key
     from shoal.protocol.encoding import to_json
-    from shoal.protocol.fields import fact
+    from shoal.protocol.field_types import fact
     from shoal.run_folder import write_atomically
 
     reference, home = read_reference(args.name), node_home()
@@ -287,7 +299,7 @@ def env_attest(args: argparse.Namespace) -> None:
 def _num_passed(folder: str, digest: str) -> int:
     """Checks that pass on a folder, or on the installed package, which runs in the sandbox. Raises `ConfigError` if one
     fails."""
-    from shoal.envs.lint.run import check
+    from shoal.envs.lint.process_checks import check
     from shoal.envs.load import env_digest
 
     path = str(Path(folder).absolute()) if folder else f"pkg:{digest}"
@@ -342,10 +354,10 @@ def env_list(args: argparse.Namespace) -> None:
 def env_show(args: argparse.Namespace) -> None:
     from shoal.config import node_home
     from shoal.env_packages.attestations import lines_of, read_attestations
-    from shoal.env_packages.catalog import PinnedKeys
     from shoal.env_packages.naming import owner_of, read_reference
     from shoal.env_packages.publish import read_catalogue
     from shoal.env_packages.registry import open_registry
+    from shoal.env_packages.signed_catalog import PinnedKeys
 
     reference, registry = read_reference(args.name), open_registry(args.registry)
     believed = read_catalogue(registry, reference.name, PinnedKeys(node_home() / "authors.json"), pin=False)
@@ -364,3 +376,31 @@ def env_show(args: argparse.Namespace) -> None:
     print(f"attestations of {shown.version}:")
     for line in lines_of(read_attestations(registry, reference.name, shown), opened.key) or ["none"]:
         print(f"  {printable(line)}")
+
+
+def env_rate(args: argparse.Namespace) -> None:
+    from shoal.graders.human_ratings import TOP, Ratings
+
+    if not args.folder.is_dir():
+        raise ConfigError(f"{args.folder} is not a folder of answers to rate: give the one that your environment fills")
+    ratings = Ratings(args.folder, args.raters)
+    while (item := ratings.take(args.name)) is not None:
+        say(f"--- question ---\n{item.question}\n--- answer ---\n{item.answer}\n---")
+        while (said := _asked(f"0 to {TOP}, or q to stop: ")) not in ("q", None):
+            if said.isdecimal() and said.isascii() and len(said) < 3 and int(said) <= TOP:
+                ratings.rate(item.id, args.name, int(said))
+                break
+            print(f"{said[:20]!r} is not a whole number from 0 to {TOP}")
+        if said in ("q", None):
+            break
+    standing = ratings.standing()
+    agreed = "" if standing.kappa is None else f", kappa between raters {standing.kappa:.2f}"
+    print(f"{standing.rated} of {standing.items} answers are rated, with {standing.ratings} ratings{agreed}")
+
+
+def _asked(prompt: str) -> str | None:
+    """What a person types; None at the end of the input."""
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        return None

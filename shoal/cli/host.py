@@ -11,15 +11,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.options import add_command, port, run_file_arguments, source_argument
-from shoal.cli.process_setup import demand_torch
+from shoal.cli.options import add_command, demand_torch, port, run_file_arguments, source_argument
+from shoal.protocol.constants import ADMIN_ACTIONS
 from shoal.terminal import say
 
 if TYPE_CHECKING:
     from shoal.config import RunConfig
-
-
-ADMIN_ACTIONS = ("pause", "resume", "drain", "kick", "admit", "quarantine", "rate", "rotate-publisher")
 
 
 def add_commands(commands: Any) -> None:
@@ -53,7 +50,7 @@ def add_commands(commands: Any) -> None:
         "digits, as `shoal key new` prints them. Keep the file on another machine (default: the run's key)",
     )  # fmt: skip
     p = add_command(
-        commands, "admin", admin, "pause, resume, drain, kick, admit, quarantine, rate or rotate-publisher",
+        commands, "admin", admin, f"{', '.join(ADMIN_ACTIONS)} or rotate-publisher",
         "Steer a run that you host. The run's key signs the request, so give the run's folder, or its URL with "
         "--key. pause: grant no new leases. resume: grant leases again. drain: finish, judge and learn from what "
         "is leased, then end. kick: this node gets no more leases or checks, for good. admit: these validators' keys may "
@@ -67,7 +64,7 @@ def add_commands(commands: Any) -> None:
         ("shoal admin rate runs/wordle --factor 0.5", "1 restores the run file's rate"),
         ("shoal admin rotate-publisher runs/wordle --root /media/stick/root.key", "the trainer's key has leaked"),
     )  # fmt: skip
-    p.add_argument("action", choices=ADMIN_ACTIONS)
+    p.add_argument("action", choices=(*ADMIN_ACTIONS, "rotate-publisher"))
     source_argument(p, "run")
     p.add_argument(
         "nodes",
@@ -112,10 +109,10 @@ def _launch(args: argparse.Namespace, overrides: list[str], with_workers: bool) 
         say(line)
     demand_torch()  # else each role would fail, and say why only in its log
     demand_environments(config, args.recipe.parent)
-    from shoal.envs.describe import is_repeatable
+    from shoal.envs.load import is_repeatable
     from shoal.launch.admin import invitation, take_root
+    from shoal.launch.local_run import launch
     from shoal.launch.random_policy import random_policy
-    from shoal.launch.supervisor import launch
     from shoal.models.device import demand_device
     from shoal.run_folder import RunFolder
 
@@ -145,9 +142,8 @@ def recipe_as_typed(args: argparse.Namespace) -> str:
 def say_plan(config: "RunConfig", beside: Path) -> None:
     """What the run will take, in short. What is wrong with its model is said by the check that follows."""
     from shoal.errors import ShoalError
-    from shoal.plan.forecast import forecast_by_rule
+    from shoal.plan.forecast import forecast_by_rule, summary
     from shoal.plan.machines import Machines
-    from shoal.plan.report import summary
     from shoal.roles.coordinator.main import rules_of
 
     with contextlib.suppress(ShoalError):
@@ -165,14 +161,18 @@ def demand_environments(config: "RunConfig", beside: Path) -> None:
 
 
 def admin(args: argparse.Namespace) -> None:
+    from msgspec import UNSET
+
     from shoal.launch.admin import administer, rotate_publisher
+    from shoal.protocol.messages import AdminRequest
 
     demand_its_own(args)
     if args.action == "rotate-publisher":
         say(rotate_publisher(args.run, args.root, args.new_key))
         return
     node, *also = args.nodes or [""]
-    say(administer(args.action, args.run, node, args.key, args.factor, tuple(also)))
+    request = AdminRequest(node, UNSET if args.factor is None else args.factor, also=tuple(also))
+    say(administer(args.action, args.run, request, args.key))
 
 
 def demand_its_own(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from shoal.terminal import say
 
 if TYPE_CHECKING:
     from shoal.env_packages.install_policy import InstallDecision
-    from shoal.roles.node.packages import Packages
+    from shoal.roles.node.package_consent import Packages
 
 
 def consent_here(
@@ -27,7 +27,7 @@ def consent_here(
 
 def packages_of(url: str) -> "Packages":
     """Which packages of the run at a URL this machine plays: those that its user agrees to."""
-    from shoal.roles.node.packages import ConsentedPackages
+    from shoal.roles.node.package_consent import ConsentedPackages
 
     return ConsentedPackages(f"{url.rstrip('/')}/v1/hub", consent_here)
 

@@ -7,8 +7,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.options import add_command, add_group, device_argument, positive, run_source, source_argument
-from shoal.cli.process_setup import cores
+from shoal.cli.options import (
+    add_command,
+    add_group,
+    cores,
+    device_argument,
+    positive,
+    run_source,
+    source_argument,
+    threads_argument,
+)
 from shoal.errors import EXIT_NO, ConfigError
 
 
@@ -63,7 +71,7 @@ def _add_audit(commands: Any) -> None:
     )
     which.add_argument("--evidence", type=Path, action="append", default=[], metavar="DIR", help=help_text)
     p.add_argument("--seed", type=int, metavar="N", help="draw the sample of an earlier audit again")
-    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    threads_argument(p)
     device_argument(p)
     _add_max_memory(p, "a URL's log or a policy")
     help_text = "run environment files that the run names: its host's code, so read it first"
@@ -122,14 +130,16 @@ def ledger_show(args: argparse.Namespace) -> None:
 
 
 def audit(args: argparse.Namespace) -> int:
-    from shoal.roles.auditor import recompute
+    from shoal.roles.auditor import rejudge_groups
 
-    choice = recompute.GroupChoice(args.rollout, args.sample, args.seed, tuple(args.evidence))
-    return recompute.audit(args.source, choice, args.threads or cores(), args.own_files, args.max_memory, args.device)
+    choice = rejudge_groups.GroupChoice(args.rollout, args.sample, args.seed, tuple(args.evidence))
+    return rejudge_groups.audit(
+        args.source, choice, args.threads or cores(), args.own_files, args.max_memory, args.device
+    )
 
 
 def credits(args: argparse.Namespace) -> int:
-    from shoal.roles.auditor.credits import check_statement, show_credits
+    from shoal.roles.auditor.verify_log import check_statement, show_credits
 
     if args.source == "verify":
         return 0 if check_statement(Path(args.node), args.log, args.max_memory) else EXIT_NO

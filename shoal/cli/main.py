@@ -12,27 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from shoal import __version__
-from shoal.cli import dashboard, doctor, env, host, keys, ledger, merge, nodes, plan, plots, policy, role, stages, watch
+from shoal.cli import env, host, ledger, machine, nodes, plan, policy, role, stages, views
 from shoal.cli.options import Parser, told
 from shoal.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, PeerError, ShoalError, fault_of_user
 from shoal.terminal import as_called, say
 
-GROUPS = (
-    host,
-    watch,
-    dashboard,
-    plots,
-    stages,
-    plan,
-    nodes,
-    policy,
-    merge,
-    env,
-    ledger,
-    keys,
-    doctor,
-    role,
-)
+GROUPS = (host, views, stages, plan, nodes, policy, env, ledger, machine, role)
 """In the order in which help shows them."""
 
 
@@ -41,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         if getattr(args, "proxy", ""):
-            from shoal.net.forward_proxy import use_proxy
+            from shoal.net.outbound_proxy import use_proxy
 
             use_proxy(args.proxy)
         return int(args.act(args) or 0)

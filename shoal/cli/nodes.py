@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.install_consent import packages_of
 from shoal.cli.options import (
     add_command,
+    cores,
+    demand_torch,
     device_argument,
     engine_argument,
+    log_to_stderr,
     port,
     positive,
     reachable_url,
     share,
+    threads_argument,
     url_argument,
 )
-from shoal.cli.process_setup import cores, demand_torch, log_to_stderr
 from shoal.errors import ConfigError
 from shoal.terminal import say
 
@@ -51,7 +54,7 @@ def _add_worker(commands: Any) -> None:
         ("shoal join https://shoal.example.org --engine vllm --device cuda", "a GPU, with vLLM"),
     )  # fmt: skip
     url_argument(p)
-    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all, or those of --cpu-share)")
+    threads_argument(p, "all, or those of --cpu-share")
     p.add_argument(
         "--hours", default="", metavar="FROM-TO",
         help="take leases only at these hours of this machine's time, such as 22-7 or 12-13,18-8:30",
@@ -87,7 +90,7 @@ def _add_others(commands: Any) -> None:
         ("shoal validate http://host:8470", ""),
     )  # fmt: skip
     url_argument(p)
-    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    threads_argument(p)
     device_argument(p)
     _add_limits(p)
     _add_sharing(p)
@@ -167,8 +170,8 @@ def join(args: argparse.Namespace) -> None:
     demand_torch()
     from rich.console import Console
 
-    from shoal.launch.pause import name_worker, on_pause_signals
-    from shoal.roles.node.node import Node, run_role
+    from shoal.launch.run_lock import name_worker, on_pause_signals
+    from shoal.roles.node.lifecycle import Node, run_role
     from shoal.roles.node.throttle import Allowance, Hours
     from shoal.roles.worker.worker import Worker
     from shoal.views.terminal.node_view import NodeView, shown
@@ -188,7 +191,7 @@ def join(args: argparse.Namespace) -> None:
 
 def node(args: argparse.Namespace) -> None:
     from shoal.config import node_home
-    from shoal.launch.pause import signal_worker
+    from shoal.launch.run_lock import signal_worker
 
     say(signal_worker(args.home or node_home(), args.action))
 
@@ -197,7 +200,7 @@ def validate(args: argparse.Namespace) -> None:
     demand_torch()
     from rich.console import Console
 
-    from shoal.roles.node.node import Node, run_role
+    from shoal.roles.node.lifecycle import Node, run_role
     from shoal.roles.validator import Validator
     from shoal.views.terminal.node_view import NodeView, shown
 

@@ -2,14 +2,19 @@
 
 import argparse
 import json
+import logging
+import math
+import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
-from shoal.errors import EXIT_USER_ERROR
+from shoal.errors import EXIT_USER_ERROR, ShoalError, no_torch
+from shoal.launch.log_rotation import formatter, named_log
 from shoal.models.device import AUTO, DEVICES
 from shoal.protocol.constants import VLLM
 from shoal.terminal import command
@@ -112,6 +117,10 @@ def set_argument(p: argparse.ArgumentParser, file: str = "run file", example: st
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
 
 
+def threads_argument(p: argparse.ArgumentParser, default: str = "all") -> None:
+    p.add_argument("--threads", type=positive, metavar="N", help=f"CPU threads (default: {default})")
+
+
 def device_argument(p: argparse.ArgumentParser) -> None:
     help_text = (
         "what computes: the CPU, a GPU with CUDA, or the GPU of a Mac; auto takes CUDA if it is there (default: auto)"
@@ -136,26 +145,40 @@ def env_arguments(p: argparse.ArgumentParser, name: str) -> None:
     p.add_argument("--env-args", type=_table, default={}, metavar="JSON", help=help_text)
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return int(text)
+def whole(low: int, high: int, what: str = "a number") -> Callable[[str], int]:
+    """The type of a whole number in a range."""
+
+    def read(text: str) -> int:
+        found = int(text) if text.isdecimal() and len(text) < 20 else low - 1
+        if not low <= found <= high:
+            limits = f"from {low} to {high}" if high < MAX_WHOLE else f"above {low - 1}"
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not {what}, which is a whole number {limits}")
+        return found
+
+    return read
 
 
-def share(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0.0 < found <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text[:40]} is not a share, which is a number above 0 and at most 1")
-    return found
+def number(low: float, high: float, what: str = "", *, above: bool = False) -> Callable[[str], float]:
+    """The type of a number in a range. `above`: `low` is no part of it."""
+
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not low <= found <= high or (above and found == low):
+            limits = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not {what and f'{what}, which is '}a number {limits}")
+        return found
+
+    return read
 
 
-def port(text: str) -> int:
-    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text[:40]} is not a port, which is a whole number from 0 to 65535")
-    return int(text)
+MAX_WHOLE = 10**15
+
+positive = whole(1, MAX_WHOLE)
+share = number(0.0, 1.0, "a share", above=True)
+port = whole(0, 65535, "a port")
 
 
 def reachable_url(text: str) -> str:
@@ -193,3 +216,24 @@ def _table(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text} is not a JSON object such as '{{\"digits\": 2}}'")
     return found
+
+
+def cores() -> int:
+    return os.cpu_count() or 1
+
+
+def demand_torch() -> None:
+    """Raises `ShoalError` on a machine without torch, before anything is sent or written."""
+    if find_spec("torch") is None:
+        raise ShoalError(no_torch())
+
+
+def log_to_stderr(role: str = "", form: Literal["text", "json"] = "text", into: Path | None = None) -> None:
+    """Log to standard error: of a `role` of a run into its file, which is kept, else for a person who looks on. A log that
+    cannot be written stops nothing. `into`: also into this file, with `role` as who writes. Raises `ConfigError`."""
+    logging.raiseExceptions = False
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(role if into is None else "", form))
+    handlers = [handler] if into is None else [handler, named_log(into, role)]
+    logging.basicConfig(level=logging.INFO, handlers=handlers)
+    logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -8,13 +8,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.options import add_command, positive, random_policy_argument, set_argument
+from shoal.cli.options import add_command, number, positive, random_policy_argument, set_argument, whole
 from shoal.plan.machines import Machines
 from shoal.terminal import say
 
 MOST_RELAYS = 1000
 
-MOST_NUMBER, MOST_S = 1e14, 1e6
+MOST_S, MIN_SIGNAL_SHARE = 1e6, 0.001
+
+NUMBER = number(0.0, 1e14)
 
 
 def add_commands(commands: Any) -> None:
@@ -47,24 +49,24 @@ def add_commands(commands: Any) -> None:
     ):
         default = getattr(Machines, name.replace("-", "_"))
         help_text = f"{text}, Mb/s (default: {default:g})"
-        p.add_argument(f"--{name}", type=_number, default=default, metavar="MBPS", help=help_text)
-    p.add_argument("--relays", type=_relays, default=0, metavar="N", help="number of relays (default: 0)")
+        p.add_argument(f"--{name}", type=NUMBER, default=default, metavar="MBPS", help=help_text)
+    p.add_argument("--relays", type=whole(0, MOST_RELAYS), default=0, metavar="N", help="number of relays (default: 0)")
     for name, meta, kind, text in (
-        ("tokens-per-s", "RATE", _number, "tokens that a worker generates in a second"),
-        ("rollout-tokens", "N", _number, "tokens that the policy writes in a rollout, on average"),
-        ("train-s", "S", _seconds, "seconds that the trainer computes for a step"),
-        ("check-s", "S", _seconds, "seconds that a validator needs for a block"),
+        ("tokens-per-s", "RATE", NUMBER, "tokens that a worker generates in a second"),
+        ("rollout-tokens", "N", NUMBER, "tokens that the policy writes in a rollout, on average"),
+        ("train-s", "S", number(0.0, MOST_S), "seconds that the trainer computes for a step"),
+        ("check-s", "S", number(0.0, MOST_S), "seconds that a validator needs for a block"),
     ):
         p.add_argument(f"--{name}", type=kind, default=0.0, metavar=meta, help=f"{text} (default: assumed)")
     p.add_argument(
-        "--parameters", type=_number, default=0.0, metavar="N", help="plan for a model of this size, such as 7e9"
+        "--parameters", type=NUMBER, default=0.0, metavar="N", help="plan for a model of this size, such as 7e9"
     )
     p.add_argument(
-        "--patch-share", type=_part, default=Machines.patch_share, metavar="SHARE",
+        "--patch-share", type=number(0.0, 1.0), default=Machines.patch_share, metavar="SHARE",
         help="size of a patch as a part of a whole version; 0: no patches (default: assumed in bfloat16, else 0)",
     )  # fmt: skip
     p.add_argument(
-        "--signal-share", type=_share, default=Machines.signal_share, metavar="SHARE",
+        "--signal-share", type=number(MIN_SIGNAL_SHARE, 1.0), default=Machines.signal_share, metavar="SHARE",
         help="part of the groups that teach anything (default: 1)",
     )  # fmt: skip
     random_policy_argument(p)
@@ -73,8 +75,7 @@ def add_commands(commands: Any) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     from shoal.config import load_run
-    from shoal.plan.forecast import forecast
-    from shoal.plan.report import report
+    from shoal.plan.forecast import forecast, report
     from shoal.roles.coordinator.main import rules_of
 
     config = load_run(args.recipe, args.set, random_policy=args.random_policy)
@@ -87,42 +88,8 @@ def plan(args: argparse.Namespace) -> None:
     say(report(found, machines))
 
 
-def _relays(text: str) -> int:
-    if not text.isdecimal() or int(text) > MOST_RELAYS:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to {MOST_RELAYS}")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= MOST_NUMBER:
-        raise argparse.ArgumentTypeError(f"{text[:40]} is not a number from 0 to {MOST_NUMBER:g}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    if not (number := _number(text)) <= MOST_S:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to {MOST_S:g}")
-    return number
-
-
-def _part(text: str) -> float:
-    if (number := _number(text)) > 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return number
-
-
-def _share(text: str) -> float:
-    if not 0 < (number := _number(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
-    return number
-
-
 def _kind(text: str) -> tuple[int, float, float]:
     parts = text.split(":")
     if len(parts) != 3:
         raise argparse.ArgumentTypeError(f"{text} is not N:MBPS:RATE, such as 20:10:200")
-    return positive(parts[0]), _number(parts[1]), float(positive(parts[2]))
+    return positive(parts[0]), NUMBER(parts[1]), float(positive(parts[2]))

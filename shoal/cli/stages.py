@@ -1,17 +1,14 @@
 """`shoal stages`: a run of stages, such as a cold start, RL, and imitation of what RL found.
 
-It reads the options and hands over to `launch/pipeline/stage_pipeline`. The hidden `shoal stage-job` is how that starts a
-stage in a process of its own.
+It reads the options and hands over to `launch/pipeline/pipeline`.
 """
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.options import add_command
-from shoal.cli.process_setup import demand_torch, log_to_stderr
+from shoal.cli.options import add_command, demand_torch
 from shoal.terminal import say
 
 
@@ -35,9 +32,6 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--out", type=Path, metavar="DIR", help="where stages and report are written (default: runs/NAME)")
     help_text = "override a key of a stage's recipe, such as rl.steps=5; may be repeated"
     p.add_argument("--set", action="append", default=[], metavar="STAGE.KEY=VALUE", help=help_text)
-    p = commands.add_parser("stage-job")  # hidden: people do not type it
-    p.set_defaults(act=stage_job)
-    p.add_argument("folder", type=Path)
 
 
 def stages(args: argparse.Namespace) -> int:
@@ -45,7 +39,7 @@ def stages(args: argparse.Namespace) -> int:
 
     config = load_stages(args.recipe, args.set, args.quick)
     demand_torch()
-    from shoal.launch.pipeline.stage_pipeline import run_stages
+    from shoal.launch.pipeline.pipeline import run_stages
 
     return run_stages(config, args.recipe.parent, args.out or Path("runs") / config.name, _tell)
 
@@ -54,16 +48,3 @@ def _tell(text: str) -> None:
     """At once, also into a file: a stage may take hours."""
     say(text)
     sys.stdout.flush()
-
-
-def stage_job(args: argparse.Namespace) -> int:
-    """A stage as its run starts it: it ends when its standard input closes."""
-    from shoal.launch.role_process import die_with_parent
-
-    die_with_parent()
-    # Until a run handles SIGTERM itself, the signal ends the process as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    log_to_stderr()
-    from shoal.launch.pipeline.stage_work import do
-
-    return do(args.folder)

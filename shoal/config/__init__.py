@@ -16,7 +16,7 @@ from shoal.config.process_environment import (
     wait_without_spinning,
     without_hub,
 )
-from shoal.config.run_file import (
+from shoal.config.run_config import (
     ACTIVATION_ERROR,
     BOUNDS,
     LOGGERS,

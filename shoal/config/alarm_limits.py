@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from shoal.protocol.fields import NonNegative, OpenShare
+from shoal.protocol.field_types import NonNegative, OpenShare
 from shoal.protocol.messages import LrFactor
 from shoal.terminal import docs_page
-from shoal.tree import Section
+from shoal.typed_toml import Section
 
 Action = Literal["pause", "lower_rate", "quarantine"]
 

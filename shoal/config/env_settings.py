@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.protocol.fields import Finite, Positive
+from shoal.protocol.field_types import Finite, Positive
 from shoal.protocol.messages.run import EnvSettings
-from shoal.tree import Section
+from shoal.typed_toml import Section
 
 
 class JudgeConfig(Section, frozen=True):

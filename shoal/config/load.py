@@ -7,16 +7,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from shoal.config.env_settings import EnvConfig
-from shoal.config.run_file import BOUNDS, EvalConfig, RunConfig, SftConfig
+from shoal.config.run_config import BOUNDS, EvalConfig, RunConfig, SftConfig
 from shoal.config.trl import TRL_KEYS, TRL_SFT_KEYS
-from shoal.config.validate import check_run
+from shoal.config.validate import can_be_kept, check_run, judge_fits
 from shoal.config.validate_algorithm import filled, lr_fits
 from shoal.errors import ConfigError, cause_of
 from shoal.protocol.encoding import WireError
 from shoal.protocol.hub_reference import is_hub
 from shoal.protocol.task_draws import TaskList, read_task_list
 from shoal.terminal import brief
-from shoal.tree import Section, from_tree, merge, read_toml, to_tree
+from shoal.typed_toml import Section, from_tree, merge, read_toml, to_tree
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
         raise ConfigError(f"{path}: env.tasks has no effect on scripted games: leave it out")
     fits = bool(config.policy.path) or not config.policy.implementation
     implemented = "policy.implementation has no effect on policy.tiny: set policy.path, or leave it out"
-    for holds, message in (lr_fits(config.lr), (fits, implemented)):
+    for holds, message in (lr_fits(config.lr), (fits, implemented), *can_be_kept(config)):
         if not holds:
             raise ConfigError(f"{path}: {message}")
     return config
@@ -143,6 +143,9 @@ def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
         policy = msgspec.structs.replace(policy, path=str(path))
     envs = tuple(env_at(env, recipe_dir) for env in config.envs)
     whole = msgspec.structs.replace(config, policy=policy, envs=envs, eval=_eval_at(config.eval, recipe_dir))
+    for holds, message in judge_fits(whole):  # two paths may name one file
+        if not holds:  # guard: judge-of-another-file
+            raise ConfigError(message)
     return with_judge_at(whole, recipe_dir)
 
 

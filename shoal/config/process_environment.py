@@ -97,20 +97,19 @@ def without_hub() -> Iterator[None]:
 
 def names_proxy() -> bool:
     """Whether the environment names a forward proxy for any server."""
-    names = ("https_proxy", "http_proxy", "all_proxy")
-    return any(os.environ.get(name, "") or os.environ.get(name.upper(), "") for name in names)
+    return any(map(_variable, ("https_proxy", "http_proxy", "all_proxy")))
 
 
 def proxy_named(scheme: str, host: str) -> str:
     """The forward proxy that the environment names for a server (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY), or "" if it names
     none, or the server in NO_PROXY."""
-
-    def value(name: str) -> str:
-        return os.environ.get(name, "") or os.environ.get(name.upper(), "")
-
-    if any(_is_excepted(host, entry.strip()) for entry in value("no_proxy").lower().split(",")):
+    if any(_is_excepted(host, entry.strip()) for entry in _variable("no_proxy").lower().split(",")):
         return ""
-    return value(f"{scheme}_proxy") or value("all_proxy")
+    return _variable(f"{scheme}_proxy") or _variable("all_proxy")
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name, "") or os.environ.get(name.upper(), "")
 
 
 def _is_excepted(host: str, entry: str) -> bool:

@@ -3,7 +3,7 @@
 import msgspec
 
 
-class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
+class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user, or the launcher of a run, sets of a worker or a validator."""
 
     url: str
@@ -35,7 +35,17 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.run_dir)
 
 
-class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the launcher sets of its run's trainer, and a trainer of each of its processes."""
+
+    url: str
+    shifts: str = ""
+    """Folder in which the processes queue that share the device, if any do."""
+    meeting: str = ""
+    """File at which the processes of a trainer meet."""
+
+
+class EvalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the launcher sets of an evaluation of its run."""
 
     checkpoint: str

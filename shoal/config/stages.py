@@ -8,10 +8,10 @@ import msgspec
 from msgspec import Meta
 
 from shoal.config.load import load_run, load_sft, set_key
-from shoal.config.run_file import Name, RunConfig, SftConfig
+from shoal.config.run_config import Name, RunConfig, SftConfig
 from shoal.errors import ConfigError
-from shoal.protocol.fields import Count, Finite, Positive, Share, Whole
-from shoal.tree import Section, from_tree, merge, read_toml
+from shoal.protocol.field_types import Count, Finite, Positive, Share, Whole
+from shoal.typed_toml import Section, from_tree, merge, read_toml
 
 FROM = "stage:"
 """Comes before the name of the stage that something is taken from."""
@@ -137,7 +137,7 @@ class PairsStage(NamedStage, frozen=True, kw_only=True):
     """A longer gradient is scaled down to this norm."""
     max_tokens: Count = 512
     """Pairs with a longer row are left out and counted, tokens. So are those with more than the model's positions."""
-    seed: int = 0
+    seed: Whole = 0
     """Fixes the order of the pairs."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the files that are written."""
@@ -308,21 +308,16 @@ def _check(config: StagesConfig, path: Path) -> None:
                 raise ConfigError(f'{path}: stage {stage.name}: {key} = "": {NEEDED[key]}')
         if isinstance(stage, FilterStage) and stage.low > stage.high:
             raise ConfigError(f"{path}: stage {stage.name}: low = {stage.low}: must be at most high = {stage.high}")
-        if isinstance(stage, PairsStage):
-            _check_pairs(stage, path)
+        if isinstance(stage, PairsStage) and bool(stage.rollouts) == bool(stage.pairs):
+            raise ConfigError(
+                f"{path}: stage {stage.name}: pairs come from `rollouts` (an rl stage) or from `pairs` (a file): name one "
+                "of them"
+            )
         if (own := policy_directory(stage)) in by_name:
             raise ConfigError(f'{path}: stage {stage.name}: policy = {own}: for that stage, write "{FROM}{own}"')
         for key in taken_by(stage):
             _check_taken(stage, key, by_name, before, path)
         before.add(stage.name)
-
-
-def _check_pairs(stage: PairsStage, path: Path) -> None:
-    what = f"{path}: stage {stage.name}"
-    if bool(stage.rollouts) == bool(stage.pairs):
-        raise ConfigError(
-            f"{what}: pairs come from `rollouts` (an rl stage) or from `pairs` (a file): name one of them"
-        )
 
 
 def _check_taken(stage: Stage, key: str, by_name: dict[str, Stage], before: set[str], path: Path) -> None:
@@ -343,7 +338,6 @@ def _check_taken(stage: Stage, key: str, by_name: dict[str, Stage], before: set[
 
 
 def _behind(name: str, by_name: dict[str, Stage]) -> set[str]:
-    """A stage and all that it takes from, directly or not."""
     found, ahead = set[str](), [name]
     while ahead:
         now = ahead.pop()

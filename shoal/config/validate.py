@@ -2,14 +2,16 @@
 
 import ipaddress
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from datetime import date, datetime, time
+from typing import Any, get_args
 
 import msgspec
 
 from shoal.config.alarm_limits import monitors_fit
-from shoal.config.run_file import RETAINED, AdapterConfig, RunConfig, StorageConfig
+from shoal.config.run_config import AdapterConfig, Retain, RunConfig, StorageConfig
 from shoal.config.validate_algorithm import Demand, algorithm_fits, largest_block, lr_fits
 from shoal.errors import ConfigError
 from shoal.protocol.algorithm_config import narrowest_bound
@@ -19,21 +21,20 @@ from shoal.protocol.message_sizes import most_batch_groups
 from shoal.protocol.messages import fact
 from shoal.protocol.task_draws import Difficulty
 from shoal.protocol.tolerances import claims_bend_ratios, dtypes_of
-from shoal.tree import from_tree
+from shoal.typed_toml import from_tree
 
 
 def check_run(config: RunConfig) -> None:
     """Raise `ConfigError` where a value is out of range, or keys contradict each other."""
     from_tree(msgspec.to_builtins(config), RunConfig, "")
     rules = (_rollouts_fit, _envs_fit, _verify_fits, _difficulty_fits, algorithm_fits, _train_fits, _processes_fit)
-    others = (_policy_fits, _judge_fits, _host_fits, _messages_fit)
+    others = (_policy_fits, judge_fits, _host_fits, _messages_fit, can_be_kept)
     for holds, message in itertools.chain(*(fits(config) for fits in rules + others), monitors_fit(config.monitors)):
         if not holds:
             raise ConfigError(message)
 
 
 def _rollouts_fit(config: RunConfig) -> Iterator[Demand]:
-    """Tokens, groups and blocks."""
     rollouts, sampling, positions = config.rollouts, config.sampling, config.policy.tiny.max_positions
     most = sampling.max_tokens
     yield (
@@ -133,7 +134,6 @@ def _train_fits(config: RunConfig) -> Iterator[Demand]:
 
 
 def _processes_fit(config: RunConfig) -> Iterator[Demand]:
-    """What a trainer with a part of the policy in each process cannot do."""
     if config.train.processes < 2:
         return
     where, alone = f"train.processes = {config.train.processes}", "or leave train.processes out"
@@ -214,7 +214,7 @@ def _policy_fits(config: RunConfig) -> Iterator[Demand]:
     )
 
 
-def _judge_fits(config: RunConfig) -> Iterator[Demand]:
+def judge_fits(config: RunConfig) -> Iterator[Demand]:
     """A judge is of use only if it judges something, and is not what the policy learns to please."""
     judge = config.eval.judge
     if not judge.name:
@@ -261,6 +261,21 @@ def _messages_fit(config: RunConfig) -> Iterator[Demand]:
     yield rollouts.batch_groups <= members, f"{what}: at most {members}, or lower rollouts.group_size"
 
 
+def can_be_kept(config: msgspec.Struct) -> Iterator[Demand]:
+    """The run's folder and its log keep the run file as JSON, which has no dates and only finite numbers."""
+    for key in _not_in_json("", msgspec.to_builtins(config, builtin_types=(date, datetime, time))):
+        yield False, f"{key[1:]}: use a text in quotes, or a finite number: a date, inf or nan cannot be kept"
+
+
+def _not_in_json(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else ((f"[{i}]", one) for i, one in enumerate(value))
+        for name, inner in items:
+            yield from _not_in_json(f"{key}{name}" if name[:1] == "[" else f"{key}.{name}", inner)
+    elif isinstance(value, date | time) or (isinstance(value, float) and not math.isfinite(value)):
+        yield key
+
+
 SAFE_TO_CHANGE = (
     "steps", "workers", "validators", "host", "eval", "storage", "logging", "monitors", "train.threads", "train.processes",
     "train.device", "verify.quarantine_s", "rollouts.lease_s", "rollouts.max_flat_groups", "envs.eval_episodes",
@@ -279,8 +294,9 @@ def unsafe_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def keys_that_keep_less(before: StorageConfig, after: StorageConfig) -> list[str]:
     """Keys with which a resumed run would delete what it kept before."""
+    kept = get_args(Retain)
     lowered = {
-        "storage.retain": RETAINED.index(after.retain) < RETAINED.index(before.retain),
+        "storage.retain": kept.index(after.retain) < kept.index(before.retain),
         "storage.window_steps": after.window_steps < before.window_steps and after.retain != "all",
         "storage.quota_mb": after.quota_mb < before.quota_mb,
     }

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from shoal.config.run_file import PRESET_LR, CriticConfig, RunConfig
+from shoal.config.run_config import PRESET_LR, CriticConfig, RunConfig
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.algorithm_config import (
     DEFAULT,
@@ -17,7 +17,7 @@ from shoal.protocol.algorithm_config import (
 )
 from shoal.protocol.constants import COMPLETIONS, CONTINUATIONS, EPISODES, MAX_GROUP_ROLLOUTS
 from shoal.protocol.message_sizes import most_batch_groups, most_lease_groups
-from shoal.tree import merge, to_tree
+from shoal.typed_toml import merge, to_tree
 
 WHERE = "train.algorithm"
 
@@ -315,7 +315,6 @@ def notes_of(config: RunConfig) -> list[str]:
 
 
 def _is_weighed(algorithm: c.Composition) -> bool:
-    """Whether corrections weigh tokens by the ratio to the policy that sampled them."""
     return any(isinstance(part, c.Truncate | c.IcePop) for part in algorithm.corrections)
 
 

@@ -1,10 +1,7 @@
-"""A large output head on a CPU, in the layout in which oneDNN multiplies it.
+"""A policy's weights arranged for generation, and the two passes that read and fill a key/value cache.
 
-A turn multiplies few rows by a head that no cache holds. MKL copies the head for that into a layout of its own at each
-product, which takes two thirds of the time; this copy is made once. At 16 rows of 384 x 32,768 a product takes 6.9 ms
-instead of 17.5, at 64 rows 18 instead of 34, at one row 4.4 instead of 3.0.
-
-Axes: N rows, D width, V vocabulary.
+Axes: B rows, C new tokens of a row, N = B * C, S columns of the cache, D width, L layers, H query heads, K key/value
+heads, G = H / K queries that share a key, E head dimension, V vocabulary.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.config import ModelConfig
 from shoal.models.layers import (
     LayerLow,
     LayerWeights,
+    LoraPair,
     Low,
     Shape,
+    arranged_low,
     by_row,
     causal_layer,
     final_norm,
@@ -27,8 +25,8 @@ from shoal.models.layers import (
     hidden_states,
     rope_table,
 )
-from shoal.models.lora_layers import LoraPair, arranged_low
 from shoal.models.transformer import Transformer, head_order
+from shoal.models.transformer_config import TransformerConfig
 
 LARGE = 1 << 23
 """Values from which a head is packed: smaller ones stay in a cache, and their products keep the bits that they had."""
@@ -38,25 +36,23 @@ ROWS = 16
 
 
 def packed(head_VD: Tensor) -> Tensor | None:
-    """A packed copy; None where the head is small, is not float32 on a CPU, or this build of torch has no oneDNN."""
+    """A large output head on a CPU, in the layout in which oneDNN multiplies it; None where the head is small, is not
+    float32 on a CPU, or this build of torch has no oneDNN.
+
+    A turn multiplies few rows by a head that no cache holds. MKL copies the head for that into a layout of its own at each
+    product, which takes two thirds of the time. At 16 rows of 384 x 32,768 a product takes 6.9 ms with this copy instead
+    of 17.5, at 64 rows 18 instead of 34, at one row 4.4 instead of 3.0.
+    """
     if head_VD.numel() < LARGE or head_VD.dtype != torch.float32 or head_VD.device.type != "cpu":
         return None
     if not torch.backends.mkldnn.is_available():
         return None
-    copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(head_VD, ROWS)
-    return copy
+    return torch.ops.mkldnn._reorder_linear_weight(head_VD, ROWS)
 
 
 def product(hidden_ND: Tensor, packed_VD: Tensor) -> Tensor:
     """hidden @ head, fp32[N, V]."""
-    logits_NV: Tensor = torch.ops.mkldnn._linear_pointwise(hidden_ND, packed_VD, None, "none", [], "")
-    return logits_NV
-
-
-# --- A policy's weights arranged for generation, and the two passes that read and fill a key/value cache ---
-#
-# Axes: B rows, C new tokens of a row, N = B * C, S columns of the cache, D width, L layers, H query heads, K key/value
-# heads, G = H / K queries that share a key, E head dimension, V vocabulary.
+    return torch.ops.mkldnn._linear_pointwise(hidden_ND, packed_VD, None, "none", [], "")
 
 
 COLUMN_STEP = 32
@@ -72,7 +68,7 @@ class Cache:
     `bias_BS` is 0 for a token and -inf for a hole. It is None while there are no holes.
     """
 
-    def __init__(self, spec: ModelConfig, rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, spec: TransformerConfig, rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
         capacity = -(-columns // COLUMN_STEP) * COLUMN_STEP
         shape = (spec.layers, rows, spec.kv_heads, capacity, spec.head_dim)
         self.keys_LBKSE = torch.empty(shape, dtype=dtype, device=device)
@@ -80,6 +76,11 @@ class Cache:
         self.bias_BS: Tensor | None = None
         self.rows, self.capacity, self.used = rows, capacity, 0
         self._spec = spec
+
+    def advance(self, columns: int) -> int:
+        """Use so many more columns; returns the first of them."""
+        start, self.used = self.used, self.used + columns
+        return start
 
     def rebuilt(self, rows: Sequence[int], room: int) -> "Cache":
         """A copy of the chosen rows, in that order, with room for at least `room` more columns."""
@@ -91,7 +92,7 @@ class Cache:
         if self.bias_BS is not None:
             copy.bias_BS = torch.zeros(len(rows), copy.capacity, dtype=dtype, device=device)
             copy.bias_BS[:, :S] = self.bias_BS[rows, :S]
-        copy.used = S
+        copy.advance(S)
         return copy
 
     def blank(self, rows: slice, column: int) -> None:
@@ -132,22 +133,14 @@ class Decoder:
         self.weights = self.weights._replace(layers=tuple(adapted))
 
     def rope(self, positions: Tensor) -> Tensor:
-        """The rotation for the heads of tokens at the given positions."""
         return rope_table(self.spec, positions)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Logits, fp32[N, V]."""
         if self._packed_head is not None:
             return product(hidden_ND, self._packed_head)
         return torch.mm(hidden_ND, self.weights.head_DV).float()
 
-    def pack_head(self) -> None:
-        """Pack the head again: the weights were changed in place."""
-        if self._packed_head is not None:
-            self._packed_head = packed(self.weights.frame.embedding_VD)
-
     def hidden_states(self, tokens_BC: Tensor) -> Tensor:
-        """Hidden states, [B, C, D], of right-padded conversations, without a cache."""
         return hidden_states(tokens_BC, self.weights.frame, self.weights.through)
 
     def prefill(self, tokens_BC: Tensor, cache: Cache, copies: Sequence[Copy]) -> None:
@@ -175,8 +168,7 @@ class Decoder:
         """Hidden states, [B * C, D], of the next C tokens of every row. They fill the next columns of the cache."""
         (B, C), spec = tokens_BC.shape, self.spec
         K, G, E = spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim
-        start, end = cache.used, cache.used + C
-        cache.used = end
+        start, end = cache.advance(C), cache.used
         bias = _attention_bias(cache, start, C, G, K)
         x_ND = F.embedding(tokens_BC.reshape(-1), self.weights.frame.embedding_VD)
         for w, keys_BKSE, values_BKSE in zip(self.weights.layers, cache.keys_LBKSE, cache.values_LBKSE, strict=True):
@@ -200,16 +192,14 @@ class Decoder:
 
 
 def _contiguous(w: LayerWeights) -> LayerWeights:
-    """The same weights, with each matrix laid out so that no product needs a transpose. Codes stay as they are."""
+    """The same weights, with each matrix laid out so that no product needs a transpose."""
     return w._replace(
-        **{
-            name: one.contiguous() for name, one in w._asdict().items() if name in _MATRICES and isinstance(one, Tensor)
-        },
+        qkv_DX=w.qkv_DX.contiguous(),
+        out_XD=w.out_XD.contiguous(),
+        gate_up_DX=w.gate_up_DX.contiguous(),
+        down_FD=w.down_FD.contiguous(),
         low=_laid_out(w.low),
     )
-
-
-_MATRICES = ("qkv_DX", "out_XD", "gate_up_DX", "down_FD")
 
 
 def _laid_out(low: LayerLow | None) -> LayerLow | None:

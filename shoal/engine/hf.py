@@ -25,9 +25,9 @@ from torch import Tensor
 from shoal.engine.interface import Continuation, EngineRequest, PolicyScore, ScoreRequest, demand_room
 from shoal.engine.noise import NoiseScheme, family
 from shoal.engine.prefill import by_length, prefill_tokens
-from shoal.engine.sampling import turn_length, write
+from shoal.engine.sampling import write
 from shoal.engine.scoring import score
-from shoal.errors import StateError
+from shoal.errors import StateError, one_line
 from shoal.models.cpu_offload import Parked
 from shoal.models.hf_model import CHOSEN, TOLERANCE, HFModel, load_any, refused_by_name
 from shoal.protocol.messages import EngineFacts
@@ -60,7 +60,7 @@ class AnyCache:
 
 
 class AnyDecoder:
-    """A model of `transformers`, ready to generate: an `engine.decoder_interface.DecoderBackend`."""
+    """A model of `transformers`, ready to generate: an `engine.interface.DecoderBackend`."""
 
     @torch.inference_mode()
     def __init__(self, model: HFModel, device: str) -> None:
@@ -78,11 +78,9 @@ class AnyDecoder:
         return positions_x
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Logits, fp32[N, V]."""
         return self.model.logits(hidden_ND).to(torch.float32, copy=True)
 
     def hidden_states(self, tokens_BC: Tensor) -> Tensor:
-        """Hidden states, [B, C, D], of right-padded conversations, without a cache."""
         return self.model.hidden(tokens_BC)
 
     def read(self, conversations: Sequence[Sequence[int]]) -> tuple[Tensor, AnyCache]:
@@ -116,7 +114,7 @@ class AnyDecoder:
         cache.past = getattr(result, "past_key_values", None)
         if cache.past is None or not hasattr(cache.past, "reorder_cache"):
             raise StateError(
-                f"{self.model.where}: {self.spec.architecture} has no cache of keys and values in transformers, so it "
+                f"{self.model.where}: {self.spec.family} has no cache of keys and values in transformers, so it "
                 "cannot write turns. Choose another model"
             )
         return result.logits if self._reader is self.model.whole else result.last_hidden_state
@@ -141,11 +139,11 @@ class AnyDecoder:
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
             if not windowed or "can't allocate memory" in str(error):
                 raise
-            text = " ".join(str(error).split())[:200]
-            raise self._refused(f"with which transformers cannot write ({type(error).__name__}: {text})") from None
+            text = f"{type(error).__name__}: {one_line(error)}"
+            raise self._refused(f"with which transformers cannot write ({text})") from None
         if not same:  # guard: cache-is-proven
             raise StateError(
-                f"{self.model.where}: with a cache, transformers computes other values of this {self.spec.architecture} "
+                f"{self.model.where}: with a cache, transformers computes other values of this {self.spec.family} "
                 "than without, so no replay would agree. Choose another model"
             )
         if not past:  # guard: windows-are-proven
@@ -174,7 +172,7 @@ class AnyDecoder:
         if CHOSEN in keys:
             remedy = f"Set max_position_embeddings to {getattr(text, CHOSEN)}, so that no text is longer"
         return StateError(
-            f"transformers cannot run this {self.spec.architecture} as its config.json says: it has {said}, {fault}. "
+            f"transformers cannot run this {self.spec.family} as its config.json says: it has {said}, {fault}. "
             f"{remedy}, or choose another model"
         )
 
@@ -234,7 +232,6 @@ class TransformersEngine:
             self._parked.park(self._loaded, device=self.facts.device)
 
     def come_back(self) -> None:
-        """Move them back, with the same bits. Raises `torch.OutOfMemoryError`."""
         with self._at_work:
             self._parked.come_back()
 
@@ -244,19 +241,18 @@ class TransformersEngine:
     @torch.inference_mode()
     def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         """One turn of each conversation, as one batch. Raises `StateError` if a turn could pass the last position."""
-        decoder = self._decoder()
-        for request in requests:
-            demand_room(decoder.spec, request.token_ids, request.max_new)
         with self._at_work:
+            decoder = self._decoder()
+            for request in requests:
+                demand_room(decoder.spec, request.token_ids, request.max_new)
             return _turns(decoder, requests, temperature, self._family)
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
-        """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
-        decoder = self._decoder()
-        budget = prefill_tokens(decoder.spec, decoder.device)
-        parts = by_length([request.token_ids for request in requests], budget)
         with self._at_work:
+            decoder = self._decoder()
+            budget = prefill_tokens(decoder.spec, decoder.device)
+            parts = by_length([request.token_ids for request in requests], budget)
             return score(decoder, requests, parts, temperature, hidden, self._family)
 
     def _decoder(self) -> AnyDecoder:
@@ -274,7 +270,10 @@ def _turns(
     while left:
         now = [_up_to_another_rotation(requests[row], turns[row], decoder.model.short_rotation) for row in left]
         for part in _parts(now, decoder):
-            for place, found in zip(part, _extend(decoder, [now[i] for i in part], temperature, family), strict=True):
+            chosen = [now[i] for i in part]
+            hidden_BD, cache = decoder.read([request.token_ids for request in chosen])
+            written = write(decoder, cache, chosen, hidden_BD, temperature, family)
+            for place, found in zip(part, written, strict=True):
                 before = turns[left[place]]
                 turns[left[place]] = Continuation(before.token_ids + found.token_ids, before.logprobs + found.logprobs)
         left = [row for row in left if _is_open(requests[row], turns[row])]
@@ -292,7 +291,6 @@ def _up_to_another_rotation(request: EngineRequest, turn: Continuation, short: i
 
 
 def _is_open(request: EngineRequest, turn: Continuation) -> bool:
-    """Whether a turn goes on."""
     return len(turn.token_ids) < request.max_new and turn.token_ids[-1] not in request.stop_ids
 
 
@@ -317,21 +315,9 @@ def _examine_rotation(decoder: AnyDecoder, family: NoiseScheme) -> None:
         largest = 1.0 if found.largest_P is None else max(1.0, float(found.largest_P.max()))
         if gap > TOLERANCE[model.whole.dtype] * largest:  # guard: rotation-is-proven
             raise StateError(
-                f"{decoder.spec.architecture}: where its rotation changes, a replay differs by {gap:.2g} nats from the "
+                f"{decoder.spec.family}: where its rotation changes, a replay differs by {gap:.2g} nats from the "
                 "sampled tokens. Choose another model"
             )
-
-
-def _extend(
-    decoder: AnyDecoder, requests: Sequence[EngineRequest], temperature: float, family: NoiseScheme
-) -> list[Continuation]:
-    hidden_BD, cache = decoder.read([request.token_ids for request in requests])
-    tokens_BT, logprobs_BT = write(decoder, cache, requests, hidden_BD, temperature, family)
-    lengths_B = [turn_length(row, request) for row, request in zip(tokens_BT, requests, strict=True)]
-    return [
-        Continuation(tokens[:length], logprobs[:length])
-        for tokens, logprobs, length in zip(tokens_BT, logprobs_BT, lengths_B, strict=True)
-    ]
 
 
 def _parts(requests: Sequence[EngineRequest], decoder: AnyDecoder) -> list[list[int]]:

@@ -1,20 +1,23 @@
-"""Engines: what samples and scores tokens, the requests they take, and the requests they refuse."""
+"""Engines: what samples and scores tokens, the requests they take and refuse, and what they need of a loaded policy.
 
-from collections.abc import Callable, Iterable, Sequence
+Light: code that only passes an engine on needs no torch.
+
+Axes: B rows, C new tokens of a row, N = B * C, P tokens of the policy, D width, V vocabulary; x any axes.
+"""
+
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import StateError
+from shoal.models.config import ModelConfig
 from shoal.protocol.messages import EngineFacts
 
-# --- The interface to generation ---
-#
-# Extend conversations of token ids, and score them with one prefill.
-#
-# Light: code that only passes an engine on needs no torch.
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class EngineRequest(NamedTuple):
@@ -82,40 +85,35 @@ class Engine(Protocol):
         """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
 
 
-class InPlace(Protocol):
-    """An engine that can also go from one version to another without loading it anew."""
+class KVCache(Protocol):
+    """What a batch of conversations has been read so far: keys and values, or a state."""
 
-    def change(self, before: Path, after: Path, version: int, is_right: Callable[[Path], bool]) -> bool:
-        """Turn the policy in `before`, which the engine has, into the one in `after`, if that is cheaper than loading it.
-
-        `is_right` is asked at the end whether the files in both directories are what they should be: earlier answers would
-        not hold for what was read afterwards. Until then the weights are torn: they belong to no version, and all uses
-        raise `StateError` until a version is loaded. Returns whether the engine now has `version`; if not, nothing changed.
-        Raises `StateError` if the files are not right, or not of the engine's policy. No block may be open.
-        """
+    def rebuilt(self, rows: Sequence[int], room: int) -> Self:
+        """One with the chosen rows, in that order, and room for at least `room` more tokens. This one is of no more use."""
 
 
-def is_in_place(engine: Engine) -> TypeGuard[InPlace]:
-    """Whether an engine, or the one that a wrapper passes on to, is `InPlace`."""
-    return hasattr(engine, "change")
+class DecoderBackend(Protocol):
+    """A policy ready to generate."""
 
-
-# --- What every engine refuses before it computes ---
-#
-# Conversations that are too long, empty, or of other tokens.
-
-
-class SizedModel(Protocol):
-    """The part of a policy's spec that says how long conversations may be, and of which tokens."""
+    device: str
 
     @property
-    def max_positions(self) -> int: ...
+    def spec(self) -> ModelConfig: ...
 
-    @property
-    def vocab_size(self) -> int: ...
+    def rope(self, positions_x: "Tensor") -> Any:
+        """What `extend` needs to know of these positions; it has their axes first."""
+
+    def logits(self, hidden_ND: "Tensor") -> "Tensor":
+        """Logits, fp32[N, V], in memory of their own."""
+
+    def hidden_states(self, tokens_BC: "Tensor") -> "Tensor":
+        """Hidden states, [B, C, D], of right-padded conversations, without a cache."""
+
+    def extend(self, tokens_BC: "Tensor", rope: Any, cache: Any) -> "Tensor":
+        """Hidden states, [N, D], of the next C tokens of every row, which are added to the cache."""
 
 
-def demand_room(spec: SizedModel, token_ids: Sequence[int], max_new: int) -> None:
+def demand_room(spec: ModelConfig, token_ids: Sequence[int], max_new: int) -> None:
     """Refuse a conversation that would pass the last position, and token ids that the policy does not have. Raises
     `StateError`."""
     length = len(token_ids)

@@ -9,28 +9,27 @@ Axes: B rows (conversations), C tokens of a row, D width, T tokens written in a 
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from shoal.engine.decoder import Cache, Decoder
-from shoal.engine.hot_swap import WeightChange
 from shoal.engine.interface import Continuation, EngineRequest, PolicyScore, ScoreRequest, demand_room
 from shoal.engine.noise import family
 from shoal.engine.prefill import prefill_tokens, punch_after, read, read_openings
-from shoal.engine.sampling import turn_length, write
+from shoal.engine.sampling import write
 from shoal.engine.scoring import score, score_parts
 from shoal.errors import StateError
 from shoal.models.checkpoint import load_int8, load_policy
-from shoal.models.config import ModelConfig
 from shoal.models.cpu_offload import Parked
 from shoal.models.hf_model import probe_tokens
 from shoal.models.load_tensors import demand_finite_logits
 from shoal.models.lora import pairs_of, read_adapter
 from shoal.models.lora_config import has_adapter
 from shoal.models.safetensors_header import key_of_base
+from shoal.models.transformer_config import TransformerConfig
 from shoal.protocol.messages import EngineFacts
 from shoal.protocol.noise import PHILOX
 
@@ -64,13 +63,13 @@ class LocalEngine:
         """As of `key_of_base`, if the policy in memory is an adapter over it; else empty."""
         self._batches: dict[str, _Batch] = {}
         self._at_work = threading.Lock()
-        """Held by calls that use or change the weights."""
+        """Held by calls that use or load the weights."""
         self._parked = Parked()
 
     def load(self, directory: Path, version: int) -> None:
         """Load the policy of a checkpoint directory and forget all conversations. Raises `StateError`, also if a short text
         has logits that are not finite."""
-        with self._at_work:  # guard: one-load-or-change-at-a-time
+        with self._at_work:  # guard: one-load-at-a-time
             self.version = -1
             self._batches.clear()
             base = key_of_base(directory) if has_adapter(directory) else ""
@@ -89,32 +88,13 @@ class LocalEngine:
             self._loaded, self._base = decoder, base
             self.version = version
 
-    def _computes_as(self, directory: Path, base: str, spec: ModelConfig) -> bool:
+    def _computes_as(self, directory: Path, base: str, spec: TransformerConfig) -> bool:
         """Whether the model in memory is this directory's but for the adapter, in its weights and in its config, which no
         root covers: what a version computes does not depend on which versions a node loaded before it."""
         if not base or self.facts.dtype == "int8":  # guard: adapted-int8-is-loaded-anew
             return False
         # guard: adapter-over-its-base, adapter-with-the-config
-        return base == self._base and ModelConfig.from_directory(directory) == spec
-
-    @torch.inference_mode()
-    def change(self, before: Path, after: Path, version: int, is_right: Callable[[Path], bool]) -> bool:
-        """Turn the policy in `before` into the one in `after`, in place; see `engine.interface.InPlace`."""
-        with self._at_work:
-            assert not self._batches, "no version is changed while a block is open"  # guard: no-swap-in-an-open-block
-            if self._loaded is None or self.version < 0 or self.facts.dtype == "int8" or self._base:
-                return False  # an adapter is as quickly loaded
-            if has_adapter(after):
-                return False
-            change = WeightChange(self._loaded, before, after)
-            if not change.is_worth_it:
-                return False
-            self.version = -1  # guard: changed-weights-are-torn
-            change.make()
-            if not (is_right(before) and is_right(after)):  # guard: base-root-is-checked, result-root-is-checked
-                raise StateError(f"{before} or {after} is damaged: the weights that were made from both are torn")
-            self.version = version
-            return True
+        return base == self._base and TransformerConfig.from_directory(directory) == spec
 
     def park(self) -> None:
         """Move weights and conversations out of the device's memory. Until `come_back` nothing may be asked."""
@@ -122,7 +102,6 @@ class LocalEngine:
             self._parked.park(self._loaded, self._batches, device=self.facts.device)
 
     def come_back(self) -> None:
-        """Move them back, with the same bits. Raises `torch.OutOfMemoryError`."""
         with self._at_work:
             self._parked.come_back()
 
@@ -141,7 +120,6 @@ class LocalEngine:
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
-        """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
         with self._at_work:
             decoder = self._decoder()
             parts = score_parts(requests, prefill_tokens(decoder.spec, decoder.device))
@@ -155,14 +133,9 @@ class LocalEngine:
         counts_B, conversations = [len(cached) for cached in batch.cached], [request.token_ids for request in requests]
         hidden_BD = read(decoder, batch.cache, counts_B, conversations)
         start = batch.cache.used
-        tokens_BT, logprobs_BT = write(decoder, batch.cache, requests, hidden_BD, temperature, self._family)
-        lengths_B = [turn_length(row, request) for row, request in zip(tokens_BT, requests, strict=True)]
-        kept_B = [min(length - 1, batch.cache.used - start) for length in lengths_B]
+        turns = write(decoder, batch.cache, requests, hidden_BD, temperature, self._family)
+        kept_B = [min(len(turn.token_ids) - 1, batch.cache.used - start) for turn in turns]
         punch_after(batch.cache, start, kept_B)
-        turns = [
-            Continuation(tokens[:length], logprobs[:length])
-            for tokens, logprobs, length in zip(tokens_BT, logprobs_BT, lengths_B, strict=True)
-        ]
         for cached, request, turn, kept in zip(batch.cached, requests, turns, kept_B, strict=True):
             cached[:] = [*request.token_ids, *turn.token_ids[:kept]]
         return turns
@@ -170,8 +143,8 @@ class LocalEngine:
     def _decoder(self) -> Decoder:
         assert self._loaded is not None, "load a policy before using the engine"
         assert not self._parked, "the engine is parked"
-        if self.version < 0:  # guard: torn-is-never-used
-            raise StateError("the engine's weights are torn: a change to another version failed. Load a version")
+        if self.version < 0:  # guard: no-version-is-never-used
+            raise StateError("the engine has no version, since loading one failed. Load a version")
         return self._loaded
 
     def _recall(self, requests: Sequence[EngineRequest]) -> _Batch | None:

@@ -1,31 +1,30 @@
-"""Noise schemes of engines, and the fused kernel that samples with them."""
+"""The noise families of `protocol.noise` in torch, with the bits of the references, and the fused kernel.
+
+To add a family, add its reference to `protocol.noise`, and its functions here; for GPUs, also its source.
+
+Axes: N rows, V vocabulary.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.algos.noise.argmax_search import gaps_of, gumbel_max
+from shoal.algos.noise.philox import gumbel
+from shoal.algos.noise.vllm import keyed_gumbel_32, keyed_gumbel_64, murmur_gumbel_32, murmur_gumbel_53
+from shoal.errors import StateError, one_line
 from shoal.models.device import CUDA
 from shoal.protocol.noise import KEYED_32, KEYED_64, MURMUR_32, MURMUR_53, NOISES, PHILOX, noise_words
 from shoal.protocol.seed_chain import sample_seed
 
 if TYPE_CHECKING:
     from shoal.algos.noise.triton import Source
-
-from typing import NamedTuple
-
-from shoal.algos.noise.argmax_search import gaps_of, gumbel_max
-from shoal.algos.noise.philox import gumbel
-from shoal.algos.noise.vllm import keyed_gumbel_32, keyed_gumbel_64, murmur_gumbel_32, murmur_gumbel_53
-from shoal.errors import StateError
-
-# --- Whether a GPU draws tokens with the kernel of `algos.noise.triton`, which stores no noise ---
-
 
 log = logging.getLogger("engine")
 
@@ -86,18 +85,9 @@ def _tried(noise: str, device: torch.device) -> Draw | None:
             return draw
         why = "it differs from the reference"
     except Exception as error:  # noqa: BLE001 - Triton, its compilers and CUDA raise many things where they cannot run
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+        why = one_line(error)
     log.warning("noise=%s device=%s by=torch, without the fused kernel, which is slower: %s", noise, device, why)
     return None
-
-
-# --- The noise families of `protocol.noise`, as engines compute them ---
-#
-# In torch, with the bits of the references.
-#
-# To add a family, add its reference to `protocol.noise`, and its functions here; for GPUs, also to `fused`.
-#
-# Axes: N rows, V vocabulary.
 
 
 Noise = Callable[[Tensor, Tensor, int], Tensor]

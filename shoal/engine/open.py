@@ -2,7 +2,7 @@
 
 A new kind of engine needs an `Engine` of `engine/interface` in a file of this folder, a case and its name in `KINDS` here,
 the name in `protocol/tolerances.py` (in `protocol/constants.py` if `--engine` of `cli/options.py` offers it), its memory in
-`engine/memory_estimate.py`, who takes it in `roles/node/session.py`, `engine_loader.py` and `preflight.py`, and bounds.
+`models/memory.py`, who takes it in `roles/node/session.py`, `engine_loader.py` and `preflight.py`, and bounds.
 """
 
 from dataclasses import dataclass

@@ -12,18 +12,16 @@ import torch
 from torch import Tensor
 
 from shoal.engine.decoder import Cache, Copy, Decoder
-from shoal.engine.memory_estimate import PREFILL_BYTES, PREFILL_TOKENS
 from shoal.models.config import ModelConfig
 from shoal.models.device import CPU
-from shoal.models.hf_config import HFConfig
-from shoal.models.parameter_counts import layer_values_of
+from shoal.models.memory import PREFILL_BYTES, PREFILL_TOKENS
 
 
 def read_openings(decoder: Decoder, openings: list[list[int]], room: int) -> Cache:
     """A cache that holds the openings, with room for more columns. Equal neighbours, as in a group, are read once."""
     longest, runs = max(len(opening) for opening in openings), _equal_runs(openings)
     cache = Cache(decoder.spec, len(openings), longest + room, decoder.dtype, decoder.device)
-    cache.used = longest
+    cache.advance(longest)
     if longest > 0:
         for chosen in by_length([openings[run.start] for run in runs], prefill_tokens(decoder.spec, decoder.device)):
             tokens_BC = padded([openings[runs[index].start] for index in chosen], decoder.device)
@@ -72,10 +70,10 @@ def punch_after(cache: Cache, start: int, counts_B: list[int]) -> None:
         cache.punch(start, columns >= torch.tensor(counts_B, device=columns.device)[:, None])
 
 
-def prefill_tokens(spec: ModelConfig | HFConfig, device: str) -> int:
+def prefill_tokens(spec: ModelConfig, device: str) -> int:
     """Padded tokens of one prefill of a policy. It depends on nothing that changes, because bits depend on it."""
     most, least = PREFILL_TOKENS[device.split(":")[0]], PREFILL_TOKENS[CPU]
-    return min(most, max(least, PREFILL_BYTES // (4 * layer_values_of(spec))))
+    return min(most, max(least, PREFILL_BYTES // (4 * spec.layer_activations())))
 
 
 def by_length(sequences: Sequence[Sequence[int]], budget: int) -> list[list[int]]:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from shoal.algos.noise.philox import seed_words
 from shoal.engine.decoder import logprobs_of
-from shoal.engine.decoder_interface import DecoderBackend, KVCache
-from shoal.engine.interface import EngineRequest
-from shoal.engine.memory_estimate import NOISE_VALUES
+from shoal.engine.interface import Continuation, DecoderBackend, EngineRequest, KVCache
 from shoal.engine.noise import NoiseScheme
+from shoal.models.memory import NOISE_VALUES
 
 
 def write(
@@ -27,8 +26,8 @@ def write(
     hidden_BD: Tensor,
     temperature: float,
     family: NoiseScheme,
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Sample until every row has ended its turn. Returns token ids and log-probs, [B][T], meaningless after a row's end.
+) -> list[Continuation]:
+    """One turn of each row: up to and including its first stop token, or up to its limit.
 
     When half of the rows have ended, the others continue in a copy of the cache. The tokens written after that are not
     remembered, so the next turn reads them again.
@@ -39,7 +38,7 @@ def write(
     written = 0
     while written < longest and rows.open:
         chosen_KB, logprobs_KB, hidden_BD = _write_some(
-            decoder, cache, rows, hidden_BD, written, longest, temperature, family
+            decoder, cache, rows, hidden_BD, range(written, longest), temperature, family
         )
         columns = slice(written, written + len(chosen_KB))
         tokens_BT[rows.index_B, columns], logprobs_BT[rows.index_B, columns] = chosen_KB.t(), logprobs_KB.t()
@@ -48,7 +47,12 @@ def write(
             still_B = torch.nonzero(~rows.done_B).squeeze(-1)
             hidden_BD, cache = hidden_BD[still_B], cache.rebuilt(still_B.tolist(), longest - written)
             rows.keep(still_B)
-    return tokens_BT.tolist(), logprobs_BT.tolist()
+    turns = []
+    for request, tokens, logprobs in zip(requests, tokens_BT.tolist(), logprobs_BT.tolist(), strict=True):
+        stops = (index for index, token in enumerate(tokens[: request.max_new]) if token in request.stop_ids)
+        length = next(stops, request.max_new - 1) + 1
+        turns.append(Continuation(tokens[:length], logprobs[:length]))
+    return turns
 
 
 def _write_some(
@@ -56,15 +60,15 @@ def _write_some(
     cache: KVCache,
     rows: "_Rows",
     hidden_BD: Tensor,
-    written: int,
-    longest: int,
+    left: range,
     temperature: float,
     family: NoiseScheme,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The next tokens of every row, as many as share one call for noise: ids and log-probs [K, B], hidden states."""
+    """The next tokens of every row, as many as share one call for noise: ids and log-probs [K, B], hidden states. `left`
+    are the places in the turn that are still empty."""
     B, V = len(rows.index_B), decoder.spec.vocab_size
-    K = min(max(1, NOISE_VALUES // (B * V)), longest - written)
-    positions_KB = rows.positions_B + torch.arange(written, written + K, device=decoder.device)[:, None]
+    K = min(max(1, NOISE_VALUES // (B * V)), len(left))
+    positions_KB = rows.positions_B + torch.arange(left.start, left.start + K, device=decoder.device)[:, None]
     if K > 1:
         noise_KBV = family.noise(rows.words_B4.repeat(K, 1), positions_KB.reshape(-1), V).view(K, B, V)
     rope_KB = decoder.rope(positions_KB)
@@ -76,8 +80,8 @@ def _write_some(
             tokens.append((scaled[-1] + noise_KBV[step]).argmax(-1))
         else:
             tokens.append(family.best(scaled[-1], rows.words_B4, positions_KB[step]))
-        rows.note(tokens[-1], written + step + 1)
-        if rows.open == 0 or written + step + 1 == longest:
+        rows.note(tokens[-1], left.start + step + 1)
+        if rows.open == 0 or step + 1 == len(left):
             break
         hidden_BD = decoder.extend(tokens[-1][:, None], rope_KB[step], cache)
     chosen_KB = torch.stack(tokens)
@@ -113,11 +117,3 @@ class _Rows:
         """Keep only these rows."""
         for name in ("index_B", "words_B4", "positions_B", "done_B", "_limit_B", "_set_B"):
             setattr(self, name, getattr(self, name)[rows])
-
-
-def turn_length(tokens_T: list[int], request: EngineRequest) -> int:
-    """Tokens of a row that belong to its turn: up to and including the first stop token, or up to the limit."""
-    for index, token in enumerate(tokens_T[: request.max_new]):
-        if token in request.stop_ids:
-            return index + 1
-    return request.max_new

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from shoal.algos.noise.philox import seed_words
 from shoal.engine.decoder import logprobs_of
-from shoal.engine.decoder_interface import DecoderBackend
-from shoal.engine.interface import PolicyScore, ScoreRequest, demand_room
-from shoal.engine.memory_estimate import SCORED_VALUES
+from shoal.engine.interface import DecoderBackend, PolicyScore, ScoreRequest, demand_room
 from shoal.engine.noise import NoiseScheme
 from shoal.engine.prefill import by_length, padded
+from shoal.models.memory import SCORED_VALUES
 
 
 def score(

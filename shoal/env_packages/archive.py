@@ -1,6 +1,6 @@
 """The archive of a package: an index of its files, then their bytes. Packs a folder, and unpacks what strangers packed.
 
-Called when a package is published and when it is installed. An archive is
+An archive is
 
     MAGIC, length of the index (8 bytes, big-endian), index (canonical JSON), the files' bytes in the order of the index
 
@@ -21,7 +21,7 @@ import msgspec
 from shoal.env_packages.naming import COMPILED, flaw_of_path
 from shoal.errors import ConfigError, PeerError, cause_of
 from shoal.protocol.encoding import WireError, domain_hash, from_json, to_json
-from shoal.protocol.fields import Message
+from shoal.protocol.field_types import Message
 
 MAGIC = b"shoal package 1\n"
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.env_packages.catalog import Count, PinnedKeys, Release, SignedBytes, open_signed, sign
 from shoal.env_packages.naming import PackageReference
 from shoal.env_packages.publish import read_catalogue
 from shoal.env_packages.registry import FolderRegistry, Registry, attestations_path
+from shoal.env_packages.signed_catalog import Count, PinnedKeys, Release, SignedBytes, open_signed, sign
 from shoal.errors import ConfigError, NothingYet, PeerError
 from shoal.protocol.encoding import WireError, from_json, to_json
-from shoal.protocol.fields import Fact, Message
+from shoal.protocol.field_types import Fact, Message
 from shoal.protocol.signing import Key
 from shoal.run_folder import held
 

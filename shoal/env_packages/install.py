@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
 from shoal.env_packages.archive import Index, unpack
-from shoal.env_packages.catalog import PinnedKeys, Release
 from shoal.env_packages.install_policy import (
     InstallCandidate,
     InstallDecision,
@@ -25,10 +24,11 @@ from shoal.env_packages.install_policy import (
 )
 from shoal.env_packages.installed import INSTALLED, Installed, PackageStore
 from shoal.env_packages.lock import Downloader, download, most_unpacked, unpack_wheels
-from shoal.env_packages.metadata import Described, describe, unfit
+from shoal.env_packages.metadata import Described, read_package, unfit
 from shoal.env_packages.naming import PackageReference
 from shoal.env_packages.publish import read_catalogue
 from shoal.env_packages.registry import Registry, archive_path
+from shoal.env_packages.signed_catalog import PinnedKeys, Release
 from shoal.errors import PeerError, ShoalError, StateError, cause_of
 from shoal.humanize import data_size
 from shoal.protocol.encoding import to_json
@@ -188,7 +188,7 @@ def _fetch(offer: InstallCandidate, registry: Registry, new: Path) -> tuple[Inde
         file.seek(0)
         files = unpack(file, offer.release.digest, new / "package")
     archive.unlink()
-    described = describe(new / "package", files)
+    described = read_package(new / "package", files)
     about = described.about
     if (about.name, about.version) != (offer.name, offer.release.version):  # guard: package-has-its-name
         raise PeerError(

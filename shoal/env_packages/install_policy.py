@@ -8,16 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.env_packages.catalog import Release
 from shoal.env_packages.lock import Requirement, heavy
 from shoal.env_packages.metadata import About
 from shoal.env_packages.naming import owner_of
 from shoal.env_packages.publish import Believed
+from shoal.env_packages.signed_catalog import Release
 from shoal.errors import ConfigError
 from shoal.humanize import data_size
 from shoal.protocol.encoding import is_digest
 from shoal.protocol.signing import is_public_key
-from shoal.tree import Section, from_tree, read_toml
+from shoal.typed_toml import Section, from_tree, read_toml
 
 POLICY_FILE = "install.toml"
 """In the node's home. Where it exists, nobody is asked."""

@@ -24,9 +24,9 @@ from shoal.errors import ConfigError, PeerError, ShoalError, StateError, cause_o
 #
 # Its dependencies, each with one version and the hashes of its wheels.
 #
-# Called when a package is packed and before it is installed. A lock is a requirements file of pip in its hash mode,
-# reduced to what needs no decision: `name==version` and `--hash=sha256:...`. Options, URLs, paths and markers are refused
-# by name, so pip reads nothing that this file has not read. It uses no index and installs nothing.
+# A lock is a requirements file of pip in its hash mode, reduced to what needs no decision: `name==version` and
+# `--hash=sha256:...`. Options, URLs, paths and markers are refused by name, so pip reads nothing that this file has not
+# read. It uses no index and installs nothing.
 
 
 MAX_LOCK_BYTES = 1 << 20

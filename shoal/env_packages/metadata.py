@@ -1,7 +1,6 @@
 """What a package says about itself in `environment.toml`: name, version, entry, what it needs, and under which licence.
 
-Called when a package is packed, installed, shown and loaded. Its text may be a stranger's. It opens no other file and
-runs nothing.
+Its text may be a stranger's.
 """
 
 import re
@@ -15,8 +14,8 @@ from shoal.env_packages.archive import ABOUT, Index
 from shoal.env_packages.lock import Requirement, read_lock
 from shoal.env_packages.naming import flaw_of_path, is_name, is_version
 from shoal.errors import ConfigError, cause_of
-from shoal.protocol.fields import Fact
-from shoal.tree import Section, from_tree
+from shoal.protocol.field_types import Fact
+from shoal.typed_toml import Section, from_tree
 
 MAX_ABOUT_BYTES = 16 << 10
 """Size of `environment.toml`. The time that `tomllib` takes for a key in many parts grows with the square of its length:
@@ -101,7 +100,7 @@ def read_about(text: bytes, source: str = ABOUT) -> About:
     return about
 
 
-def describe(folder: Path, index: Index) -> Described:
+def read_package(folder: Path, index: Index) -> Described:
     """What a package in a folder says about itself, if all that it names is there. Raises `ConfigError`."""
     about = read_about(_read(folder / ABOUT, MAX_ABOUT_BYTES), f"{folder.name}/{ABOUT}")
     held = {file.path for file in index.files}

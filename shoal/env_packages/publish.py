@@ -11,20 +11,9 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from shoal.env_packages import catalog as words
+from shoal.env_packages import signed_catalog as words
 from shoal.env_packages.archive import Packed, pack
-from shoal.env_packages.catalog import (
-    Catalogue,
-    KeyChange,
-    PinnedKeys,
-    Release,
-    SignedBytes,
-    VerifiedCatalog,
-    open_catalogue,
-    open_changes,
-    sign,
-)
-from shoal.env_packages.metadata import About, describe
+from shoal.env_packages.metadata import About, read_package
 from shoal.env_packages.naming import is_name, is_owner, owner_of
 from shoal.env_packages.registry import (
     MAX_NAMES_BYTES,
@@ -36,9 +25,20 @@ from shoal.env_packages.registry import (
     keys_path,
     names_of,
 )
+from shoal.env_packages.signed_catalog import (
+    Catalogue,
+    KeyChange,
+    PinnedKeys,
+    Release,
+    SignedBytes,
+    VerifiedCatalog,
+    open_catalogue,
+    open_changes,
+    sign,
+)
 from shoal.errors import ConfigError, NothingYet, StateError
 from shoal.protocol.encoding import from_json, to_json
-from shoal.protocol.fields import fact
+from shoal.protocol.field_types import fact
 from shoal.protocol.signing import Key
 from shoal.run_folder import held, write_atomically
 
@@ -99,7 +99,7 @@ def push(
     """
     with held(registry.folder / ".lock"), registry.aside() as file:
         packed = _pack(folder, registry, file)
-        about = describe(folder, packed.files).about
+        about = read_package(folder, packed.files).about
         known = _known(about.name, registry, (key.public,), home)
         before = known.release(about.version) if known else None
         if before and before.digest != packed.digest:  # guard: version-is-pushed-once

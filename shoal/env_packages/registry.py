@@ -18,8 +18,9 @@ import msgspec
 
 from shoal.env_packages.naming import is_name, is_version, owner_of
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
-from shoal.net.forward_proxy import proxy_for
-from shoal.net.retryable_errors import RetryableError, map_http_errors
+from shoal.net.outbound_proxy import proxy_for
+from shoal.net.retryable_errors import RetryableError
+from shoal.net.safe_http import KNOWN, Answer, HardenedTransport, get
 from shoal.protocol.encoding import is_digest
 from shoal.run_folder import name_file, write_atomically
 
@@ -27,8 +28,7 @@ from shoal.run_folder import name_file, write_atomically
 #
 # Any web server that serves the registry's folder, or a coordinator.
 #
-# Made by `registry` for a URL. It follows no redirect, so a registry cannot make this machine call an address that its
-# user did not give; it uses no proxy of the process environment; and each answer has limits of size and time. Its methods
+# It follows no redirect, so a registry cannot make this machine call an address that its user did not give. Its methods
 # block, and need a thread without an event loop of its own.
 
 
@@ -38,12 +38,9 @@ ATTEMPTS = 3
 PAUSE_S = 1.0
 """Between two attempts."""
 
-SILENCE_S = 30.0
-"""A server that sends nothing for this long counts as gone."""
-
-SLOWEST_BYTES_PER_S = 20_000
-"""A whole answer, headers and the end of its last chunk included, may take SILENCE_S and the time of its bytes at this
-rate."""
+SILENCE_S, SLOWEST_BYTES_PER_S = 30.0, 20_000
+"""A whole answer, headers and the end of its last chunk included, may take so long, and the time of its bytes at this rate.
+"""
 
 
 class WebRegistry:
@@ -90,44 +87,21 @@ class WebRegistry:
             into.seek(start)
             into.truncate()
             try:
-                return asyncio.run(self._answer(path, most, into, exactly))
+                self._demand_file(asyncio.run(self._answer(path, most, into)).status, path)
+                if exactly and into.tell() - start < most:
+                    raise RetryableError(f"{path} ended after {into.tell() - start} of {most} bytes")
+                return
             except RetryableError as trouble:
                 if attempt == ATTEMPTS:
                     raise PeerError(f"{self.place} gave no usable answer in {ATTEMPTS} attempts: {trouble}") from None
                 self._sleep(PAUSE_S)
 
-    async def _answer(self, path: str, most: int, into: BinaryIO, exactly: bool) -> None:
-        """One attempt. The time-outs of a socket never end a server that drips headers or `100 Continue`, so another one
-        is around the whole answer."""
-        limit_s = SILENCE_S + most / SLOWEST_BYTES_PER_S
-        client = httpx.AsyncClient(
-            transport=self._transport,
-            verify=self._tls,
-            proxy=self._proxy,
-            trust_env=False,
-            timeout=httpx.Timeout(SILENCE_S, connect=10.0),
-            headers={"accept-encoding": "identity", "user-agent": "shoal"},
-        )
-        client.follow_redirects = False  # guard: no-redirects
-        reached, taken = False, 0
-        with map_http_errors(self.place, limit_s, lambda: reached):
-            # guard: slow-registry-ends
-            async with asyncio.timeout(limit_s), client, client.stream("GET", f"{self.place}/{path}") as response:
-                reached = True
-                self._demand_file(response, path)
-                async for part in response.aiter_raw():
-                    taken += len(part)
-                    if taken > most:  # guard: size-of-an-answer
-                        raise PeerError(f"{self.place}/{path} has more than {most} bytes: use another registry")
-                    into.write(part)
-        if exactly and taken < most:
-            raise RetryableError(f"{path} ended after {taken} of {most} bytes")
+    async def _answer(self, path: str, most: int, into: BinaryIO) -> Answer:
+        url, limit_s = httpx.URL(f"{self.place}/{path}"), SILENCE_S + most / SLOWEST_BYTES_PER_S
+        network = self._transport or HardenedTransport(verify=self._tls, proxy=self._proxy)
+        return await get(url, cap=most, deadline_s=limit_s, address=KNOWN, take=into.write, transport=network)
 
-    def _demand_file(self, response: httpx.Response, path: str) -> None:
-        status = response.status_code
-        if response.is_redirect:
-            target = response.headers.get("location", "?")[:200]
-            raise PeerError(f"{self.place} redirects to {target}: give that URL instead, if you trust it")
+    def _demand_file(self, status: int, path: str) -> None:
         if status in (404, 410):
             raise NothingYet(f"{self.place} has no {path}: check the name, or use another registry")
         if status in (408, 429) or status >= 500:

@@ -1,7 +1,4 @@
-"""What `shoal env init` writes: a small package that passes its check, for an author to change.
-
-It publishes nothing.
-"""
+"""What `shoal env init` writes: a small package that passes its check, for an author to change."""
 
 from pathlib import Path
 

@@ -1,42 +1,30 @@
 """Calls of environments, of several episodes beside each other.
 
-An episode that calls its environment is a generator: it yields an `EnvCall`, and gets what the call returned or raised. So
-the rules of an episode are written once, and `together` decides how calls are made: at once for an environment of this
-process, and beside those of other episodes for one that has processes of its own. No answer depends on that.
+Calls of an environment of this process are made at once, and those of one that has processes of its own beside those of
+other episodes. No answer depends on that.
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
+from shoal.envs.episode import Calling
 from shoal.envs.interface import AuthorError, describe_fault, source_of
 from shoal.envs.isolated.environment import ContainedEnv
 from shoal.envs.isolated.pool import LOOK_S
-from shoal.envs.run_settings import WithSettings
+from shoal.envs.settings_wrapper import WithSettings
 
 T = TypeVar("T")
 
 
-class EnvCall(NamedTuple):
-    """A call of a method of an environment."""
-
-    env: Any
-    name: str
-    args: tuple[Any, ...]
-
-
-Calling: TypeAlias = Generator[EnvCall, Any, T]
-"""Something that calls environments on its way to a result."""
-
-
-def alone(calling: "Calling[T]") -> T:
+def alone(calling: Calling[T]) -> T:
     """The result of one."""
     return together([calling])[0]
 
 
-def together(callings: "Sequence[Calling[T]]") -> list[T]:
+def together(callings: Sequence[Calling[T]]) -> list[T]:
     """The results of several, in order. Raises what one of them raises, and gives up the others."""
     results: dict[int, T] = {}
     answered: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()

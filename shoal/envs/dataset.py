@@ -1,7 +1,7 @@
 """Tasks from a data set on disk: rows of JSON Lines or Parquet files, pinned by their hash, with a held-out split.
 
-It downloads nothing. An environment's digest covers only its source, so put the hash of the data into its arguments, which
-are in the log. Then a node that repeats a rollout has the same rows, or learns that it has not.
+An environment's digest covers only its source, so put the hash of the data into its arguments, which are in the log.
+Then a node that repeats a rollout has the same rows, or learns that it has not.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def read_rows(path: str | Path, sha256: str = "") -> list[Row]:
 
 
 def digest_of(path: str | Path) -> str:
-    """SHA-256 of a data set, in hex: what `sha256sum` prints for a file; for a folder, the hash of what it prints for all
+    """SHA-256 of a data set, in hex: what sha256sum prints for a file; for a folder, the hash of what it prints for all
     files."""
     return _digest(_files(Path(path)))
 

@@ -1,7 +1,5 @@
 """Measure a policy on held-out tasks: sampled episodes, means with 95 % confidence intervals, transcripts.
 
-It uses neither trainer nor network.
-
 The intervals describe the sampling noise of episodes on these tasks. They treat episodes as independent, which several
 episodes on one task are not quite.
 """
@@ -9,17 +7,21 @@ episodes on one task are not quite.
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from shoal.chat.renderer import Renderer
 from shoal.engine.interface import Engine
 from shoal.env import Env, Task
-from shoal.envs.heldout_judge import opinions, tasks_of_judge
-from shoal.envs.interface import is_decided, label_of, task_of
-from shoal.envs.play import EpisodeAttempt, NoTask, converse, why_task_cannot_begin
+from shoal.envs.concurrent_episodes import together
+from shoal.envs.episode import Calling, EnvCall, Episode
+from shoal.envs.exceptions import REPRODUCIBLE_ERRORS
+from shoal.envs.interface import describe_fault, is_decided, label_of, source_of, task_of, unshaped
+from shoal.envs.isolated.pool import TaskHandle, digest_of
+from shoal.envs.play_episodes import EpisodeAttempt, NoTask, converse, why_task_cannot_begin
 from shoal.envs.replay import judge_talks
-from shoal.envs.rollout import Conversation
+from shoal.envs.rollout_rules import Conversation
 from shoal.errors import ConfigError, Interrupted, ShoalError, Undecided
 from shoal.evaluation_files import Evaluation, Interval, JudgeResult, Transcript, interval_of
 from shoal.protocol.encoding import domain_hash
@@ -254,3 +256,64 @@ def transcript_of(talk: Conversation) -> Transcript:
         tokens=len(talk.logprobs),
         fault=talk.public_fault,
     )
+
+
+# --- a held-out judge ---
+#
+# Another environment scores the conversations again, task by task. The policy never learns from it, so what it found out
+# about its own environment's mistakes earns nothing here. The judge sees the task and the policy's turns; what it would
+# have answered is not shown to anybody.
+
+
+class JudgeScore(NamedTuple):
+    """What the judge says of one episode."""
+
+    reward: float
+    success: bool | None
+    fault: str = ""
+    """What the judge raised. The episode then has no part in its mean, as one on which the environment itself fails."""
+
+
+def tasks_of_judge(judge: Env, env: Env, own: Sequence[Task]) -> list[Task]:
+    """The tasks that an evaluation plays, `own`, as the judge has them. Raises `ShoalError` unless they are the same: a
+    task that is an index into other data would be judged by another answer."""
+    heldout, tasks = env.num_heldout > 0, list[Task]()
+    for index, task in enumerate(own):
+        tasks.append(task_of(judge, index, heldout) if not isinstance(task, NoTask) else task)
+        if not _are_same(tasks[-1], unshaped(task)):  # guard: judge-of-the-same-tasks
+            raise ConfigError(
+                f"eval.judge: {judge.name} has another task {index} than {env.name}, so it cannot judge its answers: "
+                "give it the same arguments"
+            )
+    return tasks
+
+
+def _are_same(one: Task, other: Task) -> bool:
+    """Whether two tasks are the same. Of one that another process holds, only a digest of its text is here."""
+    if isinstance(one, TaskHandle) or isinstance(other, TaskHandle):
+        return digest_of(one) == digest_of(other)
+    return bool(one == other)
+
+
+def opinions(judge: Env, talks: Sequence[Conversation], tasks: Sequence[Task]) -> list[JudgeScore]:
+    """What the judge says of each conversation that has a score, or that counts as lost. Conversation n is on task n, and
+    once more from the first on after the last. Of a task that the environment could not give there is nothing to say."""
+    judged = [(talk, tasks[n % len(tasks)]) for n, talk in enumerate(talks) if not talk.left_out]
+    return together([_opinion(judge, talk, task) for talk, task in judged if not isinstance(task, NoTask)])
+
+
+def _opinion(judge: Env, talk: Conversation, task: Task) -> Calling[JudgeScore]:
+    episode = Episode(judge)
+    try:
+        episode.state, _ = yield EnvCall(judge, "reset", (task,))
+        for turn in talk.played():
+            told = yield EnvCall(judge, "step", (episode.state, turn.text))
+            if episode.answer(told, turn.text).done:
+                break
+        end = yield from episode.end(talk.ending == "length")
+        return JudgeScore(end.earned.reward, end.success)
+    except (Interrupted, MemoryError):
+        raise
+    except REPRODUCIBLE_ERRORS as error:  # of the judge, whose code may raise anything
+        won = False if is_decided(judge) else None
+        return JudgeScore(min(judge.reward_bounds), won, describe_fault(error, source_of(judge)))

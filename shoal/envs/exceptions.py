@@ -1,8 +1,8 @@
 """Faults of an environment: which errors of its calls follow from the rollout's tokens, and which only from this machine.
 
-Used wherever a call of an environment may fail. A fault that every replay of the same tokens repeats ends the rollout by
-"error", and the run leaves it out. What only this machine met (its memory, its time, its sandbox) ends no rollout and is
-evidence against nobody, so it is raised to the role.
+A fault that every replay of the same tokens repeats ends the rollout by "error", and the run leaves it out. What only
+this machine met (its memory, its time, its sandbox) ends no rollout and is evidence against nobody, so it is raised to
+the role.
 """
 
 import dis

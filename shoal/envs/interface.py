@@ -14,9 +14,12 @@ from contextlib import contextmanager
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from shoal.env import Env, Player, Score, State, Step, Task
+import msgspec
+
+from shoal.chat.messages import arguments_of
+from shoal.env import Env, HasSuccess, Player, Score, Scripted, Solved, State, Step, Task
 from shoal.envs.exceptions import LOCAL_ERRORS, RewardOutOfBounds
 from shoal.errors import MessagesRefused, ShoalError, Undecided
 
@@ -32,6 +35,88 @@ ROUNDING = 1e-9
 SHOAL = Path(__file__).parents[1]
 PLACES = (SHOAL / "envs", SHOAL / "graders", SHOAL / "env.py")
 """Code of ours that answers for an environment. What it raises is said to be raised where the environment called it."""
+
+
+OPTIONAL = ("truncated_score", "group_scores", "success", "players", "solution")
+"""Methods that an environment need not have."""
+
+
+class EnvFacts(msgspec.Struct, frozen=True, tag=True):
+    """What an environment says of itself, read once. One in another process sends it as its first message."""
+
+    name: str
+    """What a run calls it: its own name, or its label."""
+    num_tasks: int
+    num_heldout: int
+    reward_bounds: tuple[float, float]
+    members: tuple[str, ...]
+    """The methods in OPTIONAL that it has."""
+    players: tuple[str, ...]
+    """Names of its scripted players, where these play in another process."""
+    num_seats: int
+    max_turn_tokens: int
+    max_tokens: int
+    parser: str
+    history: str
+    reproducible: bool
+    tools: list[dict[str, Any]]
+    template: dict[str, Any]
+    weights: dict[str, float]
+    """Of the parts of a score, by name. A part without one has weight 1."""
+    answer_in_prompt: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the chat template."""
+        return arguments_of(self)
+
+
+def describe(env: Env) -> EnvFacts:
+    """The facts that a proxy of an environment carries, or what the environment itself says. Raises `TypeError` for a
+    member that is not of its kind."""
+    facts = getattr(env, "facts", None)
+    if isinstance(facts, EnvFacts):
+        return facts
+    own: Any = env
+    low, high = _member(own.reward_bounds, "reward_bounds", tuple[float, float], "the lowest and the highest reward")
+    tools = _member(getattr(own, "tools", ()), "tools", list[dict[str, Any]], "a list of JSON schemas")
+    template = _member(getattr(own, "template", {}), "template", dict[str, Any], "values of JSON by name")
+    weights = _member(getattr(own, "weights", {}), "weights", dict[str, float], "a number for each part of the score")
+    return EnvFacts(
+        str(own.name), _count(env, "num_tasks"), _count(env, "num_heldout"), (low, high),
+        tuple(name for name in OPTIONAL if has_member(env, name)), (), _count(env, "num_seats", 1),
+        _count(env, "max_turn_tokens"), _count(env, "max_tokens"), str(getattr(own, "parser", "")),
+        str(getattr(own, "history", "append")), bool(getattr(own, "reproducible", True)), tools, template, weights,
+        bool(getattr(own, "answer_in_prompt", False)),
+    )  # fmt: skip
+
+
+def has_member(env: Env, name: str) -> bool:
+    """Whether an environment has one of the methods in OPTIONAL."""
+    facts = getattr(env, "facts", None)
+    return name in facts.members if isinstance(facts, EnvFacts) else callable(getattr(env, name, None))
+
+
+def _member(value: Any, name: str, kind: Any, wanted: str) -> Any:
+    """The value of a member as JSON would give it back."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(value, enc_hook=_number), kind)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        raise TypeError(f"{name} is {value!r:.40}; give {wanted}") from None
+
+
+def _number(value: Any) -> float:
+    """A number of numpy or torch as one of Python."""
+    if not isinstance(value, Real):
+        raise TypeError
+    return float(value)
+
+
+def _count(env: Env, name: str, default: int = 0) -> int:
+    number = getattr(env, name, default)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} is {number!r:.40}; give a whole number")
+    return number
 
 
 class AuthorError(Exception):
@@ -63,11 +148,21 @@ class ShapedTask(NamedTuple):
     """The length that the prompt asks for."""
 
 
+def unshaped(task: Task) -> Task:
+    """A task as the environment itself knows it."""
+    return task.task if isinstance(task, ShapedTask) else task
+
+
+def make_task(env: Env, index: int, heldout: bool = False) -> Task:
+    """What the environment gives for an index. One without held-out tasks need not know that there are some."""
+    return env.task(index, heldout=True) if heldout else env.task(index)
+
+
 def task_of(env: Env, index: int, heldout: bool = False) -> Task:
     """The task with this index. Raises as `wrap_env_errors`."""
     kind = "held-out task" if heldout else "task"
     with wrap_env_errors(env, f"environment {label_of(env)} cannot make {kind} {index}", "Fix it, or num_tasks"):
-        return env.task(index, heldout=True) if heldout else env.task(index)
+        return make_task(env, index, heldout)
 
 
 @contextmanager
@@ -84,8 +179,9 @@ def wrap_env_errors(env: Env, what: str, remedy: str) -> Iterator[None]:
 
 def players_of(env: Env) -> Mapping[str, Player]:
     """The scripted players; empty if there are none. They raise `NoText`."""
-    play = getattr(env, "players", None)
-    return {} if play is None else {name: partial(_text_of, name, player) for name, player in play().items()}
+    if not has_member(env, "players"):
+        return {}
+    return {name: partial(_text_of, name, player) for name, player in cast(Scripted, env).players().items()}
 
 
 def _text_of(name: str, player: Player, state: State, rng: random.Random) -> str:
@@ -102,21 +198,25 @@ def _text_of(name: str, player: Player, state: State, rng: random.Random) -> str
 
 def solution_of(env: Env, task: Task) -> tuple[str, ...] | None:
     """The turns of a task's solution; None if the environment gives none."""
-    solve = getattr(env, "solution", None)
-    found = None if solve is None else solve(task.task if isinstance(task, ShapedTask) else task)
+    if not has_member(env, "solution"):
+        return None
+    found: Any = cast(Solved, env).solution(unshaped(task))
     return (found,) if isinstance(found, str) else None if found is None else tuple(found)
 
 
 def is_decided(env: Env) -> bool:
-    """Whether an environment, or the one under settings, says which episodes are won, as a `HasSuccess` does. From Python
-    3.12 on, `isinstance` of a protocol does not see what `__getattr__` passes on."""
-    return getattr(env, "success", None) is not None
+    """Whether an environment says which episodes are won, as a `HasSuccess` does."""
+    return has_member(env, "success")
 
 
 def success_of(env: Env, state: State) -> bool | None:
     """Whether the episode is a success, or None if the environment does not say."""
-    decide = getattr(env, "success", None)
-    return None if decide is None else bool(decide(state))
+    return bool(cast(HasSuccess, env).success(state)) if is_decided(env) else None
+
+
+def compares(env: Env) -> bool:
+    """Whether an environment compares an answer with its siblings, as a `GroupScoring` does."""
+    return has_member(env, "group_scores")
 
 
 def source_of(env: Env) -> Path | None:
@@ -128,9 +228,10 @@ def source_of(env: Env) -> Path | None:
     return Path(file) if file else None
 
 
-def label_of(env: Any) -> str:
+def label_of(env: Env) -> str:
     """What a run calls an environment: two of one class have the same name, and other labels."""
-    return str(getattr(env, "run_label", "") or env.name)
+    facts = getattr(env, "facts", None)
+    return facts.name if isinstance(facts, EnvFacts) else str(env.name)
 
 
 def describe_fault(error: BaseException, source: Path | None) -> str:
@@ -175,13 +276,7 @@ class Earned(NamedTuple):
     metrics: dict[str, float]
 
 
-def weights_of(env: object) -> Mapping[str, float]:
-    """Weights of the parts by name. A part without an entry has weight 1."""
-    weights: Mapping[str, float] = getattr(env, "weights", {})
-    return weights
-
-
-def earned(env: Any, scored: Sequence[Any], turn_rewards: Sequence[float] = ()) -> Earned:
+def earned(env: Env, scored: Sequence[Any], turn_rewards: Sequence[float] = ()) -> Earned:
     """The reward: the sum of the scores and of the turns' rewards. Parts of the same name are added.
 
     Raises `RewardOutOfBounds` if the reward is outside the environment's bounds, and ValueError if it is not finite.
@@ -189,16 +284,16 @@ def earned(env: Any, scored: Sequence[Any], turn_rewards: Sequence[float] = ()) 
     parts: dict[str, float] = {}
     metrics: dict[str, float] = {}
     terms = finite_rewards(turn_rewards)
-    weights = weights_of(env)
+    facts = describe(env)
     for score in scored:
         if isinstance(score, Score):
             for name, value in _named(score.parts, "part"):
                 parts[name] = parts.get(name, 0.0) + value
-                terms.append(value * float(weights.get(name, 1.0)))
+                terms.append(value * facts.weights.get(name, 1.0))
             metrics.update(_named(score.metrics, "metric"))
         else:
             terms.append(number_of(score, "the score"))
-    low, high = env.reward_bounds
+    low, high = facts.reward_bounds
     reward = terms[0] if len(terms) == 1 else math.fsum(terms)
     if not math.isfinite(reward):
         raise ValueError(f"the score is {reward}, not a finite number")

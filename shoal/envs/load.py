@@ -7,8 +7,10 @@ Where an environment plays: a built-in one in this process; a user's file in chi
 no role and its steps run beside each other (`load_env` alone makes it in this process); a package like a file if this
 machine's own author's key signed it and it has no dependencies, and any other in the sandbox.
 
-A new built-in environment needs a file in `envs/builtin` that imports only `shoal.env` and `shoal.graders`, its row in
-`BUILT_IN` with all files of its digest, `env_tables` in `tests/test_docs.py`, a test in `tests/envs` and a recipe.
+A new built-in environment is three files: itself in `envs/builtin`, its row in `BUILT_IN` with the modules of its digest,
+and a test in `tests/envs`. `envs/builtin/arithmetic.py` is an example: it draws tasks from hashes and reads its arguments
+with `typed_toml`. `shoal env check NAME` says what is wrong with it. `python -m tests.test_docs --write` makes the table of
+its arguments in docs/reference/run-file.md.
 """
 
 import difflib
@@ -22,32 +24,36 @@ from shoal.config import node_home
 from shoal.env import Env
 from shoal.env_packages.archive import digest_of, index_folder
 from shoal.env_packages.installed import Installed, PackageStore
-from shoal.env_packages.metadata import describe
+from shoal.env_packages.metadata import read_package
 from shoal.env_packages.naming import is_name, names_one_package, read_reference
 from shoal.envs.builtin import arithmetic, wordle, wordle_words
-from shoal.envs.isolated.environment import ContainedEnv, in_process, in_sandbox
+from shoal.envs.interface import EnvFacts, describe
+from shoal.envs.isolated.environment import ContainedEnv, in_child, in_sandbox
 from shoal.envs.make_env import make_env, read_source
-from shoal.envs.run_settings import HISTORIES, Settings, with_settings
+from shoal.envs.settings_wrapper import HISTORIES, Settings, WithSettings, with_settings
 from shoal.errors import ConfigError, ShoalError
 from shoal.net.key_files import load_key
-from shoal.protocol.audit_selection import MAX_REWARD
+from shoal.protocol.audit_and_pay import MAX_REWARD
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import EnvSpec
 from shoal.protocol.messages.run import kind_of
+from shoal.typed_toml import Section
 
 
 class BuiltIn(NamedTuple):
     """An environment that comes with shoal."""
 
     make: Callable[..., Env]
+    args: type[Section]
+    """The arguments of `make`."""
     modules: tuple[ModuleType, ...]
     """The modules whose source decides how the environment behaves."""
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
-    "wordle": BuiltIn(wordle.environment, (wordle, wordle_words)),
-    "arithmetic": BuiltIn(arithmetic.environment, (arithmetic,)),
+    "wordle": BuiltIn(wordle.environment, wordle.WordleArgs, (wordle, wordle_words)),
+    "arithmetic": BuiltIn(arithmetic.environment, arithmetic.ArithmeticArgs, (arithmetic,)),
 }
 
 Opener: TypeAlias = Callable[[Installed, Sequence[Path], Mapping[str, Any]], Env]
@@ -56,7 +62,7 @@ interpreter has on `sys.path`, and its arguments."""
 
 FileOpener: TypeAlias = Callable[[Path, Mapping[str, Any], str], Env]
 """Makes the environment of a file of this user, given its arguments and the function that returns it: `make_env` in this
-process, `in_process` in processes of its own."""
+process, `in_child` in processes of its own."""
 
 
 def load_env(
@@ -76,14 +82,30 @@ def load_env(
     if not path.exists():
         raise no_environment(name_or_path)
     if path.is_dir():
-        about = describe(path, index_folder(path)).about
+        about = read_package(path, index_folder(path)).about
         return _as_described(_load_file(path / about.entry_file, args, about.function, own), about.reproducible)
     return _load_file(path, args, "environment", own)
 
 
-def env_of(settings: Settings, opener: Opener = in_sandbox, own: FileOpener = in_process) -> Env:
+def env_of(settings: Settings, opener: Opener = in_sandbox, own: FileOpener = in_child) -> Env:
     """An environment of a run, as its run file describes it. Raises `ShoalError` as `load_env` does."""
-    return with_settings(load_env(settings.name, settings.args, opener, own), settings)
+    env = load_env(settings.name, settings.args, opener, own)  # guard: files-of-the-host-stay-outside
+    return with_settings(env, settings)
+
+
+def facts_of(settings: Settings) -> EnvFacts:
+    """What an environment of a run says of itself. The code of a file or a package runs in another process, which ends.
+    Raises `ShoalError` as `load_env`."""
+    env = env_of(settings)
+    inner = env.env if isinstance(env, WithSettings) else env
+    if isinstance(inner, ContainedEnv):
+        inner.pool.close()
+    return describe(env)
+
+
+def is_repeatable(settings: Settings) -> bool:
+    """Whether others can repeat an environment's answers. Raises as `facts_of`."""
+    return facts_of(settings).reproducible
 
 
 def load_built_in(name: str, args: Mapping[str, Any]) -> Env:
@@ -99,7 +121,7 @@ def files_needed(specs: Sequence[EnvSpec]) -> list[str]:
 
 
 def load_run_envs(
-    specs: Sequence[EnvSpec], own_files: bool, opener: Opener = in_sandbox, own: FileOpener = in_process
+    specs: Sequence[EnvSpec], own_files: bool, opener: Opener = in_sandbox, own: FileOpener = in_child
 ) -> dict[str, Env]:
     """The environments of a run by label, identical to the host's. `own_files` allows files of this user; `opener` makes
     those of packages that this user installed, `own` those of files.
@@ -263,21 +285,26 @@ def with_place_looked(error: str, args: Mapping[str, Any]) -> str:
 def require_members(env: Env, path: Path | str) -> None:
     """Raise `ShoalError` unless what the environment says of itself fits a run."""
     try:
-        low, high = map(float, env.reward_bounds)
-        fits = low < high and math.isfinite(high - low)
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
+        facts = describe(env)
+    except (TypeError, ValueError) as error:
+        raise ShoalError(f"{path}: {error}") from None
+    low, high = facts.reward_bounds
+    if not (low < high and math.isfinite(high - low)):
         raise ShoalError(
-            f"{path}: reward_bounds is {env.reward_bounds!r}; give the lowest and highest reward, such as (0.0, 1.0)"
+            f"{path}: reward_bounds is {facts.reward_bounds}; give the lowest and highest reward, such as (0.0, 1.0)"
         )
     if max(-low, high) > MAX_REWARD:  # guard: promised-rewards
-        raise ShoalError(f"{path}: reward_bounds is {env.reward_bounds!r}; no run takes rewards above {MAX_REWARD:g} by "
-                         "size: scale them down")  # fmt: skip
-    if getattr(env, "history", "append") not in HISTORIES:
-        raise ShoalError(f"{path}: history is {env.history!r}; known are {', '.join(HISTORIES)}")  # type: ignore[attr-defined]
-    counts = {"num_tasks": (env.num_tasks, 1), "num_heldout": (env.num_heldout, 0)}
-    counts["num_seats"] = (getattr(env, "num_seats", 1), 1)
+        raise ShoalError(
+            f"{path}: reward_bounds is {facts.reward_bounds}; no run takes rewards above {MAX_REWARD:g} by size: scale "
+            "them down"
+        )
+    if facts.history not in HISTORIES:
+        raise ShoalError(f"{path}: history is {facts.history!r}; known are {', '.join(HISTORIES)}")
+    counts = {
+        "num_tasks": (facts.num_tasks, 1),
+        "num_heldout": (facts.num_heldout, 0),
+        "num_seats": (facts.num_seats, 1),
+    }
     for name, (count, least) in counts.items():
-        if not isinstance(count, int) or count < least:
-            raise ShoalError(f"{path}: {name} is {count!r}; give a whole number of at least {least}")
+        if count < least:
+            raise ShoalError(f"{path}: {name} is {count}; give a whole number of at least {least}")

@@ -1,7 +1,4 @@
-"""Make an environment from the Python file that defines it, in the process that calls this.
-
-It imports no package and no room of ours that needs one.
-"""
+"""Make an environment from the Python file that defines it, in the process that calls this."""
 
 import hashlib
 import inspect

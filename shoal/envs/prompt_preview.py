@@ -9,16 +9,16 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shoal.chat.messages import Written, arguments_of, normal, text_of
+from shoal.chat.messages import Written, normal, text_of
 from shoal.chat.renderer import Renderer
 from shoal.chat.tool_calls import NOTATIONS
 from shoal.env import Env, Message
-from shoal.envs.interface import task_of
-from shoal.envs.rollout import Conversation
-from shoal.envs.run_settings import limits_of
+from shoal.envs.interface import describe, task_of
+from shoal.envs.rollout_rules import Conversation
+from shoal.envs.settings_wrapper import limits_of
 from shoal.errors import MessagesRefused, Overreach, PromptsTooLong, ShoalError, StateError
-from shoal.protocol.group_rewards import REPLY_REFUSED
 from shoal.protocol.messages import Sampling
+from shoal.protocol.reward_rules import REPLY_REFUSED
 from shoal.protocol.rollout_validation import ROOM_REMEDY, no_room
 from shoal.terminal import printable
 
@@ -41,17 +41,17 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
     """Lines with the prompt of one task, and its number of tokens. Raises `ShoalError` if the task cannot begin,
     and `MessagesRefused` if the chat template shows nothing of it."""
     talk = Conversation(env, renderer, task_of(env, index), sampling)
-    token_ids = talk.context
-    arguments = arguments_of(env)
+    token_ids, facts = talk.context, talk.episode.facts
+    arguments = facts.arguments
     demand_shown(label, talk, renderer)
     shown = _without_middle("".join(_pieces(token_ids, renderer)))
     count = sum(token in renderer.added_ids for token in token_ids)
     most = limits_of(env, sampling).max_tokens
     head = f"first prompt of {label}, task {index}: {len(token_ids)} tokens of at most {most}"
     lines = [f"{head}, {count} of them control tokens, in [[ ]]", *(f"  | {line}" for line in shown.split("\n"))]
-    if room := no_room(getattr(env, "max_tokens", 0), sampling, len(token_ids)):
+    if room := no_room(facts.max_tokens, sampling, len(token_ids)):
         lines.insert(1, f"too long: {room}. {ROOM_REMEDY}")
-    messages, by_template = talk.asked(), getattr(env, "history", "append") == "template"
+    messages, by_template = talk.asked(), facts.history == "template"
     lines += filter(None, [unparsed_calls(label, env, renderer)])
     if cut := renderer.cut_marks(arguments):
         lines.append(
@@ -93,8 +93,8 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
 def unparsed_calls(label: str, env: Env, renderer: Renderer, key: str = "envs.parser") -> str:
     """A line about an environment with tools of whose calls none is read: neither the chat template nor `key` shows their
     notation. Empty if they are read, or if `key` says that there are none."""
-    notation = getattr(env, "parser", "") or renderer.notation
-    if notation or not arguments_of(env).get("tools"):
+    facts = describe(env)
+    if facts.parser or renderer.notation or not facts.tools:
         return ""
     return (
         f"tool calls of {label} are not read: {_template(renderer)} writes them in no notation that is known. Set {key} to "
@@ -104,8 +104,8 @@ def unparsed_calls(label: str, env: Env, renderer: Renderer, key: str = "envs.pa
 
 def hidden_tools(label: str, talk: Conversation, renderer: Renderer) -> str:
     """A line about tools that the chat template does not show in the opening of a conversation; empty if it does."""
-    arguments = arguments_of(talk.env)
-    if not arguments.get("tools") or renderer.shows_tools(talk.asked(), arguments):
+    facts = talk.episode.facts
+    if not facts.tools or renderer.shows_tools(talk.asked(), facts.arguments):
         return ""
     return f"the tools of {label} are not shown: {_template(renderer)} takes none from its arguments"
 
@@ -153,7 +153,7 @@ def odd_prompts(label: str, env: Env, renderer: Renderer, sampling: Sampling, ta
             f"tasks of {label}: {len(failed)} of {len(tasks)} that were looked at did not begin here; the first: "
             f"{printable(' '.join(failed[0].split()))}"
         )
-    most = getattr(env, "max_tokens", 0)
+    most = describe(env).max_tokens
     long = [length for length in lengths if no_room(most, sampling, length)]
     if not long:
         return "\n".join(found)
@@ -192,7 +192,7 @@ def _sample(tasks: Sequence[int]) -> Sequence[int]:
 def demand_shown(label: str, talk: Conversation, renderer: Renderer) -> None:
     """Refuse a chat template whose prompt is the same when the last message of the user, or all messages, have other texts:
     no policy sees a task. The conversation has just begun."""
-    messages, arguments = talk.asked(), arguments_of(talk.env)
+    messages, arguments = talk.asked(), talk.episode.facts.arguments
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     for places, what in ((range(len(messages)), "any messages"), (users[-1:], "any text of the user")):
         others = [

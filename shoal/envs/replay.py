@@ -7,23 +7,25 @@ decides whether the policy would have chosen these tokens.
 Axes: T tokens of the rollout, its rows one after another.
 """
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import cast
 
 from shoal.chat.renderer import Renderer
-from shoal.env import Env, Scored, Task
-from shoal.envs.concurrent_episodes import Calling, alone, together
+from shoal.env import Env, GroupScoring, Scored, Task
+from shoal.envs.concurrent_episodes import alone, together
+from shoal.envs.episode import Calling
 from shoal.envs.exceptions import LOCAL_ERRORS, REPRODUCIBLE_ERRORS
-from shoal.envs.interface import Earned, earned
-from shoal.envs.rollout import Conversation
+from shoal.envs.interface import Earned, compares, earned
+from shoal.envs.rollout_rules import Conversation, CreditedTurn
 from shoal.envs.seat_history import TalkRow
-from shoal.envs.step_credit import step_rewards
-from shoal.protocol.algorithm_config import StepCredit
-from shoal.protocol.messages import ENVIRONMENT, Ending, Rollout, Sampling, StepRewards
+from shoal.protocol.algorithm_config import StepCredit, Turns
+from shoal.protocol.audit_and_pay import MAX_REWARD
+from shoal.protocol.messages import ENVIRONMENT, Ending, Rollout, Sampling, StepReward, StepRewards
+from shoal.protocol.reward_rules import divided
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,11 @@ class ReplayResult:
 def replay_group(
     env: Env, renderer: Renderer, task: Task, rollouts: Sequence[Rollout], sampling: Sampling
 ) -> list[ReplayResult]:
-    """Replay the rollouts of a group, equal ones once, and compare them with each other. Raises as `replay_rollout`."""
+    """Replay the rollouts of a group, equal ones once, and compare them with each other. Raises as `replaying`."""
     # guard: rows-name-a-replay
     names = [(rollout.token_ids, rollout.author, rollout.ending, rollout.starts) for rollout in rollouts]
     different = dict(zip(names, rollouts, strict=True))
-    replays = together([
-        replaying(env, renderer, task, r.tokens_T(), r.author_T(), r.ending, sampling, r.starts)
-        for r in different.values()
-    ])  # fmt: skip
+    replays = together([replaying(env, renderer, task, rollout, sampling) for rollout in different.values()])
     found = dict(zip(different, replays, strict=True))
     return judge([found[name] for name in names], env)
 
@@ -86,7 +85,7 @@ def replay_group(
 def judge(replays: Sequence[ReplayResult], env: Env) -> list[ReplayResult]:
     """Add what the environment's `group_scores` gives to each rollout. If it fails, it fails on all."""
     talks = [found.talk for found in replays if found.talk is not None]
-    if getattr(env, "group_scores", None) is None or len(talks) < len(replays):
+    if not compares(env) or len(talks) < len(replays):
         return list(replays)
     beside = judge_talks(talks, env)
     return [replace(found, reward=told.reward, earned=told) for found, told in zip(replays, beside, strict=True)]
@@ -95,12 +94,11 @@ def judge(replays: Sequence[ReplayResult], env: Env) -> list[ReplayResult]:
 def judge_talks(talks: Sequence[Conversation], env: Env) -> list[Earned]:
     """What a group's conversations earn. The same conversation may be several times in a group. Those on which the
     environment fails earn the lowest reward."""
-    compare = getattr(env, "group_scores", None)
     whole = [talk for talk in talks if talk.ending != "error"]
-    if compare is None or not whole:
+    if not (compares(env) and whole):
         return [Earned(talk.reward, talk.parts, talk.metrics) for talk in talks]
     try:
-        scores = list(compare([talk.state for talk in whole]))
+        scores = list(cast(GroupScoring, env).group_scores([talk.state for talk in whole]))
         if len(scores) != len(whole):
             raise ValueError(f"group_scores() gives {len(scores)} scores for {len(whole)} rollouts")
     except LOCAL_ERRORS:
@@ -115,7 +113,7 @@ def judge_talks(talks: Sequence[Conversation], env: Env) -> list[Earned]:
 def _compared(talk: Conversation, score: Scored) -> Earned:
     """What a conversation earns with what its group adds to its score. If that is no reward, only this one fails."""
     try:
-        return earned(talk.env, [*talk.scored, score], talk.turn_rewards)
+        return earned(talk.env, [*talk.scored, score], talk.episode.turn_rewards)
     except LOCAL_ERRORS:
         raise
     except REPRODUCIBLE_ERRORS as error:
@@ -128,36 +126,12 @@ def _uncompared(talk: Conversation, error: BaseException) -> Earned:
     return Earned(min(talk.env.reward_bounds), {}, {})
 
 
-def replay_rollout(
-    env: Env,
-    renderer: Renderer,
-    task: Task,
-    tokens_T: NDArray[np.int32],
-    author_T: NDArray[np.uint8],
-    ending: Ending,
-    sampling: Sampling,
-    starts: Sequence[int] = (),
-) -> ReplayResult:
-    """Replay a claimed rollout. `starts` is where each row after the first begins.
-
-    Pure: a false claim gives an answer with `problem`, not an exception.
+def replaying(env: Env, renderer: Renderer, task: Task, rollout: Rollout, sampling: Sampling) -> Calling[ReplayResult]:
+    """Replay a claimed rollout. A false claim gives an answer with `problem`, not an exception.
 
     Raises `ShoalError` if the environment cannot begin the task, which no claim can cause.
     """
-    return alone(replaying(env, renderer, task, tokens_T, author_T, ending, sampling, starts))
-
-
-def replaying(
-    env: Env,
-    renderer: Renderer,
-    task: Task,
-    tokens_T: NDArray[np.int32],
-    author_T: NDArray[np.uint8],
-    ending: Ending,
-    sampling: Sampling,
-    starts: Sequence[int] = (),
-) -> Calling[ReplayResult]:
-    """`replay_rollout` as a generator, for several rollouts beside each other."""
+    tokens_T, author_T, starts, ending = rollout.tokens_T(), rollout.author_T(), rollout.starts, rollout.ending
 
     def refused(problem: str, position: int = -1) -> ReplayResult:
         return ReplayResult(min(env.reward_bounds), ending, problem, position)
@@ -198,12 +172,8 @@ def replaying(
 
 
 def retell(env: Env, renderer: Renderer, task: Task, claim: Rollout, sampling: Sampling) -> Conversation | None:
-    """The conversation of a claimed rollout, for people to read; None if the claim is false.
-
-    Raises `ShoalError` as `replay_rollout` does.
-    """
-    tokens_T, author_T = claim.tokens_T(), claim.author_T()
-    return replay_rollout(env, renderer, task, tokens_T, author_T, claim.ending, sampling, claim.starts).talk
+    """The conversation of a claimed rollout, for people to read; None if the claim is false. Raises as `replaying`."""
+    return alone(replaying(env, renderer, task, claim, sampling)).talk
 
 
 def _turn(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:
@@ -257,3 +227,51 @@ def _first_left(claims: list[_Claim]) -> int:
     return next(
         (c.start + c.compared for c in claims if c.compared < len(c.tokens)), sum(len(c.tokens) for c in claims)
     )
+
+
+# --- what turns and steps earn, by the tokens at which they end ---
+
+
+def step_rewards(
+    played: Sequence[CreditedTurn],
+    reward: float,
+    failed: bool,
+    credit: StepCredit,
+    decode: Callable[[Sequence[int]], str],
+) -> StepRewards:
+    """The steps of an episode with this reward. What turns do not earn by themselves, such as the score at the end, is
+    earned by the last step. In an episode that `failed`, nothing else was earned."""
+    found: list[StepReward] = []
+    for turn in map(_unearned, played) if failed else played:  # guard: failed-steps-earn-nothing
+        last = turn.begin + len(turn.token_ids) - 1
+        if isinstance(credit, Turns):
+            found.append(StepReward(last, _sum([turn.reward, *(reward for _, reward in turn.marks)])))
+        else:
+            found += _steps_of(turn, last, decode)
+    return divided(found, reward, credit.most)
+
+
+def _unearned(turn: CreditedTurn) -> CreditedTurn:
+    return turn._replace(reward=0.0, marks=tuple((end, 0.0) for end, _ in turn.marks))
+
+
+def _sum(rewards: Sequence[float]) -> float:
+    """What is too large for a verdict stays so, and yet can be added up."""
+    most = 2 * MAX_REWARD
+    return math.fsum(min(max(reward, -most), most) for reward in rewards)  # guard: step-sums-are-finite
+
+
+def _steps_of(turn: CreditedTurn, last: int, decode: Callable[[Sequence[int]], str]) -> list[StepReward]:
+    """The marked steps of a turn, then what follows them. A step that ends with the text has the stop token, too, and steps
+    that end within one token are one."""
+    earned: dict[int, list[float]] = {}
+    for end, reward in turn.marks:
+        at = last if end == len(turn.text) else turn.begin + _tokens_up_to(end, turn.token_ids, decode) - 1
+        earned.setdefault(at, []).append(reward)
+    earned.setdefault(last, []).append(turn.reward)
+    return [StepReward(at, _sum(rewards)) for at, rewards in earned.items()]
+
+
+def _tokens_up_to(characters: int, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
+    """How many tokens the first characters of their text take; a token on the border counts."""
+    return bisect_left(range(len(token_ids)), characters, key=lambda count: len(decode(token_ids[:count])))

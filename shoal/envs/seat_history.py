@@ -1,9 +1,8 @@
 """What one seat of a rollout reads before each of its turns, and whether that continues its row or opens another.
 
 Usually a row goes on: the reply follows the tokens so far. A new row opens if the seat acts for the first time, if the
-environment restarts its history, or if the chat template no longer shows the history as the row has it, for example because
-it drops earlier thoughts. The policy's turns keep the tokens that it wrote; they are never tokenised again. It does not
-deal with limits or scores.
+environment restarts its history, or if the chat template no longer shows the history as the row has it, for example
+because it drops earlier thoughts. The policy's turns keep the tokens that it wrote; they are never tokenised again.
 """
 
 from collections.abc import Mapping, Sequence

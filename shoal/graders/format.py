@@ -1,8 +1,8 @@
 """Rewards for the form and the length of an answer: pure functions that an environment may use as parts of its score.
 
 Each docstring names the paper. A length may count characters, words or turns. They know nothing about tasks or tokens.
-Terms that a run file may add to any environment are in `envs/run_settings`; their formulas, in `algos`, are offered here,
-too.
+Terms that a run file may add to any environment are in `envs/settings_wrapper`; their formulas, in `algos`, are offered
+here, too.
 """
 
 import re

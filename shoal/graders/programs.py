@@ -32,7 +32,8 @@ from typing import IO, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from shoal.errors import ConfigError
 from shoal.graders.grade import Answer, Extraction, Grade, partly, right, taken, undecided, wrong
-from shoal.sandbox.limits import Limits, Reason, Stopped
+from shoal.ipc import Reason, end
+from shoal.sandbox.limits import Limits, Stopped
 from shoal.sandbox.pool import Pool
 
 MAX_PROGRAM_CHARS = 50_000
@@ -248,7 +249,7 @@ def in_pool(pool: Pool) -> ProgramRunner:
         )
         ran = pool.run(program.decode(), stdin, most)
         if isinstance(ran, Stopped):
-            return ProgramResult(ran.stdout, ran.stderr, None, _STOPPED[ran.reason])
+            return ProgramResult(ran.stdout, ran.stderr, None, _STOPPED.get(ran.reason, "failed"))
         if ran.stdout_truncated or ran.stderr_truncated:
             return ProgramResult(ran.stdout, ran.stderr, None, "output")
         if ran.exit_code < 0:
@@ -258,7 +259,7 @@ def in_pool(pool: Pool) -> ProgramRunner:
     return run
 
 
-_STOPPED: dict[Reason, Outcome] = {Reason.TIMEOUT: "time", Reason.MEMORY: "memory", Reason.KILLED: "failed"}
+_STOPPED: dict[Reason, Outcome] = {Reason.TIMEOUT: "time", Reason.MEMORY: "memory"}
 
 
 def in_child(program: bytes, stdin: bytes, limits: ProgramLimits) -> ProgramResult:
@@ -278,7 +279,7 @@ def in_child(program: bytes, stdin: bytes, limits: ProgramLimits) -> ProgramResu
         except subprocess.TimeoutExpired:
             code_of_exit = None
         finally:
-            _kill(process)
+            end(process)
         outcome = _outcome(code_of_exit, out, err, limits)
         return ProgramResult(
             _read(out, limits), _read(err, limits), code_of_exit if outcome == "ended" else None, outcome
@@ -312,14 +313,6 @@ exec(compile(program, "program", "exec"), {"__name__": "__main__"})
 
 def _file() -> IO[bytes]:
     return tempfile.TemporaryFile()
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-    process.wait()
 
 
 def _outcome(code: int | None, out: IO[bytes], err: IO[bytes], limits: ProgramLimits) -> Outcome:

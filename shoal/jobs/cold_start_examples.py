@@ -8,7 +8,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
@@ -20,14 +20,14 @@ from shoal.envs.interface import players_of, task_of, wrap_env_errors
 from shoal.envs.lint.checks import MAX_COMPARED
 from shoal.envs.load import env_of
 from shoal.envs.make_env import make_env
-from shoal.envs.play import play_scripted
+from shoal.envs.play_episodes import play_scripted
 from shoal.envs.prompt_preview import demand_shown, hidden_tools, unparsed_calls
-from shoal.envs.rollout import Conversation
+from shoal.envs.rollout_rules import Conversation
 from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.messages import POLICY, Sampling
 from shoal.terminal import printable
-from shoal.train.sft_examples import Examples, tokenizer_digest
+from shoal.train.dataset_files import Examples, tokenizer_digest
 
 Example: TypeAlias = tuple[list[int], list[int]]
 """Token ids and authors of a row."""
@@ -53,15 +53,14 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
         raise ConfigError(
             f"player = {config.player}: environment {env.name} has no such scripted player; it has {known}"
         )
-    num_heldout = env.num_heldout if config.tasks == "all" else 0
-    tasks = [task_of(env, i) for i in range(env.num_tasks)] + [
-        task_of(env, i, heldout=True) for i in range(num_heldout)
-    ]
-    if not tasks:
+    num_tasks = env.num_tasks + (env.num_heldout if config.tasks == "all" else 0)
+
+    tasks = dict[int, Task]()
+    if not num_tasks:
         raise ConfigError(f"environment {env.name} has no task to play: see num_tasks")
     if unread := unparsed_calls(env.name, env, renderer, "env.parser"):
         log.warning("%s", unread)
-    _demand_task_shown(env, renderer, tasks[0])
+    _demand_task_shown(env, renderer, _task(env, 0))
 
     changed, rewards, faults = list[tuple[str, str]](), list[float](), list[str]()
 
@@ -82,8 +81,10 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
         rng, games = random.Random(config.seed), list[list[Example]]()
         sampling = _sampling(max_tokens)
         for _ in range(episodes):
+            drawn = rng.randrange(num_tasks)
+            tasks[drawn] = _task(env, drawn)
             try:
-                talk = play_scripted(env, renderer, rng.choice(tasks), player, rng, sampling)
+                talk = play_scripted(env, renderer, tasks[drawn], player, rng, sampling)
             except ClosedThought as error:
                 raise ConfigError(f"player = {config.player}: {error} (env.template)") from None
             if talk.ending == "length":
@@ -119,7 +120,7 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
         )  # fmt: skip
     if not games:
         _refuse_without_games(config, env, played(min(config.episodes, SHORTEST_OF), MOST_TOKENS))
-    _tell_overlap(env, tasks)
+    _tell_overlap(env, tasks.values())
     return games
 
 
@@ -152,12 +153,18 @@ def _demand_task_shown(env: Env, renderer: Renderer, task: Task) -> None:
         log.warning("%s", hidden)
 
 
+def _task(env: Env, index: int) -> Task:
+    """Held-out tasks come after the others."""
+    is_heldout = index >= env.num_tasks
+    return task_of(env, index - is_heldout * env.num_tasks, is_heldout)
+
+
 def _sampling(max_tokens: int) -> Sampling:
     """Limits of games whose rows have at most so many tokens."""
     return Sampling(1.0, max_tokens, max_tokens, MAX_ROLLOUT_ROWS * max_tokens)
 
 
-def _tell_overlap(env: Env, learned: Sequence[Task]) -> None:
+def _tell_overlap(env: Env, learned: Iterable[Task]) -> None:
     """Say how many held-out tasks are among those that are learned from. One that cannot be made is compared with none."""
     heldout = []
     for index in range(min(env.num_heldout, MAX_COMPARED)):

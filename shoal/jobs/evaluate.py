@@ -21,7 +21,7 @@ from shoal.config.role_options import EvalOptions
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.env import Env
 from shoal.envs.evaluate import BATCH, as_text, eval_sampling, evaluate, mixed
-from shoal.envs.isolated.environment import in_process, in_sandbox, show
+from shoal.envs.isolated.environment import in_child, in_sandbox, show
 from shoal.envs.load import env_of, load_env
 from shoal.errors import ConfigError, StateError
 from shoal.evaluation_files import Evaluation, interval_of
@@ -29,9 +29,9 @@ from shoal.models.device import CPU, demand_device
 from shoal.models.open_model import spec_of
 from shoal.protocol.constants import MODEL_STOPS
 from shoal.protocol.messages import Sampling
-from shoal.roles.node.device_queue import ExclusiveDevice, Shift, shift_of
+from shoal.roles.node.device_queue import Shift, shift_of
 from shoal.run_folder import RunFolder, cold_start_of, write_atomically
-from shoal.runs.log import creation_of
+from shoal.runs.log_follower import creation_of
 from shoal.terminal import printable
 from shoal.weights.engine_loader import LoadedEngine, contained
 
@@ -99,62 +99,78 @@ def run_at(place: Path) -> tuple[RunFolder, Path] | None:
     return None
 
 
-def planned(
-    place: Path,
-    env: str = "",
-    env_args: dict[str, Any] | None = None,
-    *,
-    episodes: int | None = None,
-    seed: int | None = None,
-    samples: int | None = None,
-    temperature: float | None = None,
-    max_turn_tokens: int | None = None,
-    max_tokens: int | None = None,
-) -> EvalPlan:
-    """What `shoal eval` plays: of a run its own evaluation, with what is given in the place of the run's values.
+@dataclass(frozen=True)
+class EvalChanges:
+    """What takes the place of a run's own values in an evaluation; None leaves them."""
 
-    Of the result of a cold start it plays the recipe's environment within its limits. `env` is a label of these
-    environments, or any other environment. Raises `ConfigError` if it is not clear which one, or `StateError` if there is
-    no policy.
+    env: str = ""
+    """A label of the run's environments, or any other environment."""
+    env_args: dict[str, Any] | None = None
+    episodes: int | None = None
+    seed: int | None = None
+    samples: int | None = None
+    temperature: float | None = None
+    max_turn_tokens: int | None = None
+    max_tokens: int | None = None
+
+
+UNCHANGED = EvalChanges()
+
+
+def planned(place: Path, changes: EvalChanges = UNCHANGED) -> EvalPlan:
+    """What `shoal eval` plays: of a run its own evaluation, with these changes.
+
+    Of the result of a cold start it plays the recipe's environment within its limits. Raises `ConfigError` if it is not
+    clear which environment is meant, or `StateError` if there is no policy.
     """
     of_run = run_at(place)
-    if of_run is None:
-        if not (place / "config.json").is_file():
-            raise StateError(f"{place} is neither a run's folder nor a model's directory")
-        sampling = _sampling(place, max_tokens)
-        cold_start = cold_start_of(place)
-        if not env and cold_start is None:
-            raise ConfigError(f"{place} is not of a run that says what it plays: add --env NAME_OR_FILE")
-        played = EnvConfig(env)
-        if cold_start is not None and env in ("", cold_start.env.label):
-            played, sampling = cold_start.env, cold_start.sampling
-        plan = EvalPlan(
-            place, (msgspec.structs.replace(played, args=env_args) if env_args else played,), (EPISODES,), sampling
-        )
-    else:
-        config, plan = of_run[0].config(), plan_of_run(*of_run)
-        envs = tuple(one for one in (plan.envs or config.envs if not env else config.envs) if env in ("", one.label))
-        if env_args and len(envs) > 1:
-            labels = ", ".join(one.label for one in envs)
-            raise ConfigError(f"--env-args: the run has several environments: add --env with one of {labels}")
-        if not envs:  # the run's limits are for its own environments
-            envs, plan = (EnvConfig(env),), replace(plan, judge=NO_JUDGE, sampling=_sampling(of_run[1], max_tokens))
-        if env_args:
-            envs = (msgspec.structs.replace(envs[0], args=env_args),)
-        counts = dict(zip((one.label for one in plan.envs), plan.episodes, strict=True))
-        each = tuple(counts.get(one.label, EPISODES) for one in envs)
-        plan = replace(plan, envs=envs, episodes=each, by_label=plan.by_label and not env)
-    sampling = plan.sampling
-    given = {"temperature": temperature, "max_turn_tokens": max_turn_tokens, "max_tokens": max_tokens}
-    sampling = msgspec.structs.replace(sampling, **{key: one for key, one in given.items() if one is not None})
+    plan = _outside_runs(place, changes) if of_run is None else _of_run(*of_run, changes)
+    given = {
+        "temperature": changes.temperature,
+        "max_turn_tokens": changes.max_turn_tokens,
+        "max_tokens": changes.max_tokens,
+    }
+    sampling = msgspec.structs.replace(plan.sampling, **{key: one for key, one in given.items() if one is not None})
     if sampling.max_turn_tokens > sampling.max_tokens:
         sampling = msgspec.structs.replace(sampling, max_turn_tokens=sampling.max_tokens)
     return replace(
         plan, sampling=sampling,
-        episodes=tuple(episodes or count for count in plan.episodes),
-        seed=plan.seed if seed is None else seed,
-        samples=plan.samples if samples is None else samples,
+        episodes=tuple(changes.episodes or count for count in plan.episodes),
+        seed=plan.seed if changes.seed is None else changes.seed,
+        samples=plan.samples if changes.samples is None else changes.samples,
     )  # fmt: skip
+
+
+def _outside_runs(place: Path, changes: EvalChanges) -> EvalPlan:
+    if not (place / "config.json").is_file():
+        raise StateError(f"{place} is neither a run's folder nor a model's directory")
+    sampling, cold_start = _sampling(place, changes.max_tokens), cold_start_of(place)
+    if not changes.env and cold_start is None:
+        raise ConfigError(f"{place} is not of a run that says what it plays: add --env NAME_OR_FILE")
+    played = EnvConfig(changes.env)
+    if cold_start is not None and changes.env in ("", cold_start.env.label):
+        played, sampling = cold_start.env, cold_start.sampling
+    if changes.env_args:
+        played = msgspec.structs.replace(played, args=changes.env_args)
+    return EvalPlan(place, (played,), (EPISODES,), sampling)
+
+
+def _of_run(folder: RunFolder, checkpoint: Path, changes: EvalChanges) -> EvalPlan:
+    config, plan, env = folder.config(), plan_of_run(folder, checkpoint), changes.env
+    envs = tuple(one for one in (plan.envs or config.envs if not env else config.envs) if env in ("", one.label))
+    if changes.env_args and len(envs) > 1:
+        labels = ", ".join(one.label for one in envs)
+        raise ConfigError(f"--env-args: the run has several environments: add --env with one of {labels}")
+    if not envs:  # the run's limits are for its own environments
+        envs, plan = (
+            (EnvConfig(env),),
+            replace(plan, judge=NO_JUDGE, sampling=_sampling(checkpoint, changes.max_tokens)),
+        )
+    if changes.env_args:
+        envs = (msgspec.structs.replace(envs[0], args=changes.env_args),)
+    counts = dict(zip((one.label for one in plan.envs), plan.episodes, strict=True))
+    each = tuple(counts.get(one.label, EPISODES) for one in envs)
+    return replace(plan, envs=envs, episodes=each, by_label=plan.by_label and not env)
 
 
 def _sampling(checkpoint: Path, max_tokens: int | None) -> Sampling:
@@ -206,7 +222,7 @@ def _play(
     plan: EvalPlan, policy: LoadedEngine, games: Mapping[str, Env], progress: Callable[[int], None]
 ) -> Iterator[tuple[str, Evaluation]]:
     """Label and figures of each environment."""
-    judge = load_env(plan.judge.name, plan.judge.args, own=in_process) if plan.judge.name else None
+    judge = load_env(plan.judge.name, plan.judge.args, own=in_child) if plan.judge.name else None
     for env, episodes in zip(plan.envs, plan.episodes, strict=True):
         yield env.label, evaluate(
             policy.engine, policy.renderer, games[env.label], episodes, plan.seed, plan.sampling, plan.samples, progress,
@@ -219,20 +235,12 @@ def _whole(plan: EvalPlan, figures: dict[str, Evaluation]) -> Evaluation:
     return mixed(figures, [env.weight for env in plan.envs]) if by_label else figures[plan.envs[0].label]
 
 
-def figures_of(
-    checkpoint: Path,
-    env: Env,
-    episodes: int,
-    seed: int,
-    samples: int,
-    sampling: Sampling,
-    threads: int,
-    progress: Callable[[int], None] = lambda done: None,
-    device: str = CPU,
-) -> Evaluation:
-    """Play the episodes; calls `progress` with how many are done. Raises as `main`."""
-    policy = _load(checkpoint, EngineSpec(threads=threads, device=device), contained(RendererLimits()))
-    return evaluate(policy.engine, policy.renderer, env, episodes, seed, sampling, samples, progress)
+def figures_of(plan: EvalPlan, env: Env, threads: int, device: str) -> Evaluation:
+    """Play the episodes of a plan in one environment, which the caller made. Raises as `main`."""
+    policy = _load(plan.checkpoint, EngineSpec(threads=threads, device=device), contained(RendererLimits()))
+    return evaluate(
+        policy.engine, policy.renderer, env, plan.episodes[0], plan.seed, plan.sampling, plan.samples, lambda done: None
+    )
 
 
 def for_run(run_dir: Path, options: EvalOptions) -> None:
@@ -261,7 +269,7 @@ def _load(
     if not (checkpoint / "config.json").is_file():
         raise StateError(f"{checkpoint} is not a checkpoint: give a directory with config.json, weights and tokenizer")
     policy = LoadedEngine(open_engine(replace(spec, kind=kind_for(checkpoint))), open_renderer)
-    (shift or ExclusiveDevice()).keeps(policy.engine)
+    (shift or Shift()).keeps(policy.engine)
     policy.load(checkpoint, 0)
     return policy
 

@@ -1,7 +1,7 @@
 """A whole model from an adapter and its base, and what merging changed: the work of `shoal policy merge`.
 
 Rounding to bfloat16 loses what is smaller than a 256th of a weight, so the merged model is another policy than the adapter
-over its base, which a run publishes and verifies. It does not deal with runs.
+over its base, which a run publishes and verifies.
 
 Axes: B rows, T tokens of a row, V vocabulary.
 """
@@ -16,13 +16,12 @@ from torch import Tensor
 from shoal.errors import ConfigError, StateError
 from shoal.humanize import data_size
 from shoal.models.checkpoint import load_policy, save_policy
-from shoal.models.config import ModelConfig
 from shoal.models.lora import decode, load_adapter, merge
 from shoal.models.lora_config import AdapterSpec, LoraBase, demand_adapter, has_adapter
-from shoal.models.nf4_config import PARTS
-from shoal.models.parameter_counts import adapter_parameters_of, layer_values_of, parameters_of
+from shoal.models.nf4_layout import PARTS
 from shoal.models.safetensors_header import files_of_base, read_header
 from shoal.models.transformer import Transformer
+from shoal.models.transformer_config import TransformerConfig
 from shoal.weights.base_model import base_root
 from shoal.weights.manifest import weights_root
 from shoal.weights.memory_limit import free_bytes
@@ -73,7 +72,7 @@ def main(adapter: Path, base: Path | None, out: Path, dtype: str, threads: int) 
     tensors = {name: one for file in files_of_base(model_in) for name, one in read_header(file).items()}
     stored = {one.dtype for name, one in tensors.items() if not name.endswith(PARTS)}
     dtype = dtype or ("bfloat16" if stored == {"BF16"} else "float32")
-    demand_memory(ModelConfig.from_directory(model_in), AdapterSpec.from_directory(adapter))
+    demand_memory(TransformerConfig.from_directory(model_in), AdapterSpec.from_directory(adapter))
     demand_base(adapter, model_in)
     model = load_policy(model_in)
     if base is not None:
@@ -87,24 +86,24 @@ def main(adapter: Path, base: Path | None, out: Path, dtype: str, threads: int) 
     return f"{out}: a whole model in {dtype}. Against the adapter over its base, {difference.in_words()}"
 
 
-def demand_memory(spec: ModelConfig, adapter: AdapterSpec) -> None:
+def demand_memory(spec: TransformerConfig, adapter: AdapterSpec) -> None:
     """Raise `StateError` if merging takes more memory than is free."""
     need, free = needs_of_merge(spec, adapter), free_bytes()
     if need > free:  # guard: merge-fits-memory
         raise StateError(
-            f"merging needs about {data_size(need)} of memory, most for {data_size(4 * parameters_of(spec))} of weights in "
-            f"float32, and {data_size(free)} are free: close other programs, or merge on a machine with more memory"
+            f"merging needs about {data_size(need)} of memory, most for {data_size(4 * spec.num_parameters())} of weights "
+            f"in float32, and {data_size(free)} are free: close other programs, or merge on a machine with more memory"
         )
 
 
-def needs_of_merge(spec: ModelConfig, adapter: AdapterSpec) -> int:
+def needs_of_merge(spec: TransformerConfig, adapter: AdapterSpec) -> int:
     """Bytes that merging takes beside Python and torch: the whole model in float32, and what it is compared by."""
     tensors = {name: math.prod(shape) for name, shape in spec.tensor_shapes().items()}
     ends = tuple(f"model.layers.{layer}." for layer in {0, spec.layers - 1})
     kept = [size for name, size in tensors.items() if name.startswith(ends) and name.split(".")[-2] in adapter.targets]
     tokens = ROWS * min(ROW_TOKENS, spec.max_positions)
-    compared = tokens * (LOGIT_COPIES * spec.vocab_size + layer_values_of(spec))
-    learned = 2 * adapter_parameters_of(spec, adapter.rank, adapter.targets)  # as it is read, and in the model
+    compared = tokens * (LOGIT_COPIES * spec.vocab_size + spec.layer_activations())
+    learned = 2 * spec.adapter_parameters(adapter.rank, adapter.targets)  # as it is read, and in the model
     return 4 * (sum(tensors.values()) + learned + 2 * sum(kept) + compared + 2 * max(tensors.values())) * 9 // 8
 
 

@@ -1,6 +1,6 @@
 """Pairs of answers, and what is made of them: a policy, by direct preference optimisation, or a reward model.
 
-It opens models, and writes them in Hugging Face format. Pairs come from a run's groups (`launch/pipeline/training_examples`
+It opens models, and writes them in Hugging Face format. Pairs come from a run's groups (`launch/pipeline/rollout_selection`
 takes them) or from a file of lines. The same pairs, settings and number of threads give the same bytes.
 """
 
@@ -19,12 +19,12 @@ from shoal.env import Message
 from shoal.envs.prompt_preview import learned_row
 from shoal.errors import StateError
 from shoal.models.checkpoint import save_policy
-from shoal.models.config import UnsupportedModel
 from shoal.models.open_model import AUTO, open_policy, spec_of
+from shoal.models.transformer_config import UnsupportedModel
 from shoal.models.value_head import begin_valued, save_valued
 from shoal.protocol.messages import ENVIRONMENT, POLICY
+from shoal.train.dataset_files import Examples, PreferencePair, pair_error, preference_pairs, tokenizer_digest
 from shoal.train.frozen_models import row_scores
-from shoal.train.preference_data import PreferencePair, pair_error, preference_pairs
 from shoal.train.preference_training import (
     PairSettings,
     TokenPair,
@@ -34,7 +34,6 @@ from shoal.train.preference_training import (
     prefer_scores,
 )
 from shoal.train.rows import example_row
-from shoal.train.sft_examples import Examples, tokenizer_digest
 
 log = logging.getLogger("prefer")
 

@@ -45,15 +45,15 @@ from shoal.models.hub_download import Hub
 from shoal.models.interface import PolicyModel
 from shoal.models.open_model import open_policy
 from shoal.models.random_model import make_tiny
-from shoal.net.server_process import stop_requested
+from shoal.net.server_address import stop_requested
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.hub_reference import is_hub
 from shoal.protocol.messages import POLICY, Sampling
 from shoal.run_folder import COLD_START_RECIPE, cold_start_folder, write_atomically
 from shoal.terminal import command, printable
+from shoal.train.dataset_files import Examples
 from shoal.train.sft import FineTuning
-from shoal.train.sft_examples import Examples
-from shoal.tree import to_tree
+from shoal.typed_toml import to_tree
 from shoal.weights.manifest import weights_root
 
 OVERSHOT = 0.15

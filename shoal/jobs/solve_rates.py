@@ -17,7 +17,7 @@ from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.evaluate import BATCH
 from shoal.envs.interface import task_of
 from shoal.envs.load import env_digest, env_of
-from shoal.envs.play import EpisodeAttempt, converse
+from shoal.envs.play_episodes import EpisodeAttempt, converse
 from shoal.envs.replay import judge_talks
 from shoal.errors import StateError
 from shoal.ledger.task_difficulty import solve_rate

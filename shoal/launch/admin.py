@@ -12,26 +12,19 @@ from msgspec import UNSET
 
 from shoal.config import HostConfig, is_loopback
 from shoal.errors import ConfigError, PeerError, StateError
-from shoal.ledger.hints import SAYS_FORK
+from shoal.ledger.remedies import SAYS_FORK
 from shoal.ledger.run_decisions import surplus_of
 from shoal.net.client import Client, PeerRefused
 from shoal.net.key_files import load_key, load_or_make_key, save_key
-from shoal.net.server_process import living_pid, port_of_living
-from shoal.protocol.constants import EPISODES, MAIN_STREAM, MIN_LR_FACTOR
+from shoal.net.server_address import living_pid, local_url, port_of_living
+from shoal.protocol.constants import ADMIN_ACTIONS, EPISODES, MAIN_STREAM, MIN_LR_FACTOR
 from shoal.protocol.host_signatures import sign_rotation
 from shoal.protocol.messages import AdminRequest, NodeState, Rotation, RunInfo, Status, WriteAck
 from shoal.protocol.messages.run import kind_of
 from shoal.protocol.signing import Key, is_public_key
 from shoal.run_folder import RunFolder, is_locked, is_url, write_atomically
-from shoal.runs.run_status import CoordinatorWatch, suspended_process
+from shoal.runs.run_status import suspended_process
 from shoal.terminal import command
-
-# --- For the host of a run ---
-#
-# The text that says how others join and how to add TLS, and the admin calls.
-#
-# The coordinator decides what an admin call does.
-
 
 ADMIN_DEADLINE_S = 10.0
 ANY_ADDRESS = ("", "0.0.0.0", "::")
@@ -65,7 +58,7 @@ def invitation(url: str, host: HostConfig, run_dir: Path) -> str:
         if url_of_page := host.dashboard_url or ("" if host.public_url else shared):
             lines.append(f"Watch it in a browser: {url_of_page}")
         lines.append(f"The host's own page, with what is private: the address in {RunFolder(run_dir).dashboard_link}")
-    actions = "pause|resume|drain|kick|admit|quarantine|rate|rotate-publisher"
+    actions = "|".join((*ADMIN_ACTIONS, "rotate-publisher"))
     lines.append(f"Steer it with: {command('admin')} {actions} {shlex.quote(str(run_dir))}")
     if not has_tls:  # last, because a small terminal cuts the end off
         lines += _how_to_add_tls(port)
@@ -88,20 +81,19 @@ def _how_to_add_tls(port: str) -> list[str]:
     ]
 
 
-def administer(
-    action: str, run: str, node: str, key_file: Path | None, lr_factor: float | None = None, also: tuple[str, ...] = ()
-) -> str:
-    """Sign and send one admin call; returns the state of the run after it, as text. `also` are further keys to admit.
+def administer(action: str, run: str, request: AdminRequest, key_file: Path | None) -> str:
+    """Sign and send one admin call; returns the state of the run after it, as text.
 
     `run` is the run's folder, or its URL, which needs `key_file`. Raises `ConfigError`, `StateError`, `PeerError`.
     """
-    if action in ("kick", "admit", "quarantine") and not node:
+    if action in ("kick", "admit", "quarantine") and not request.node:
         raise ConfigError(f"shoal admin {action}: say which node, by its key (or by name, to kick or quarantine)")
-    if surplus := surplus_of(action, node, also, UNSET if lr_factor is None else lr_factor):
+    if surplus := surplus_of(action, request):
         raise ConfigError(f"shoal admin {surplus}")
-    if action == "rate" and lr_factor is None:
+    lr_factor = request.lr_factor
+    if action == "rate" and lr_factor is UNSET:
         raise ConfigError("shoal admin rate takes --factor, such as 0.5")
-    if lr_factor is not None and not MIN_LR_FACTOR <= lr_factor <= 1:
+    if lr_factor is not UNSET and not MIN_LR_FACTOR <= lr_factor <= 1:
         raise ConfigError(f"--factor {lr_factor}: must be from {MIN_LR_FACTOR} to 1, times the run file's train.lr")
     if is_url(run):
         if key_file is None:
@@ -112,18 +104,16 @@ def administer(
         url, key_file = hosted_url(folder), key_file or folder.keys / "run.key"
         if stopped := suspended_process(living_pid(folder.address)):
             raise PeerError(f"the coordinator of {folder.root} does not answer: {stopped}")
-    request = AdminRequest(node, UNSET if lr_factor is None else lr_factor, also=also)
     status, warning, done = asyncio.run(call(url, key_file, action, request, is_known=not is_url(run)))
     version = f"version {status.version} of {status.steps}"
-    said_phase = done.endswith(f"the run was {status.phase} before")
-    done = f"{action}: {done}, {version}" if said_phase else f"{action}: {done}. The run is {status.phase}, {version}"
+    done = f"{action}: {done}. The run is {status.phase}, {version}"
     return f"{done}. {warning}" if warning else done
 
 
 def hosted_url(folder: RunFolder) -> str:
     """The URL of the coordinator of a folder's run. Raises `PeerError` if none is up: the address that it left may be that
     of another program by now; and `StateError` if the folder has no run."""
-    url = CoordinatorWatch(folder.address, folder.config().host.bind).url()
+    url = local_url(folder.address, folder.config().host.bind)
     if not url or not port_of_living(folder.address):
         if folder.summary.exists():
             raise PeerError(
@@ -140,11 +130,15 @@ def hosted_url(folder: RunFolder) -> str:
     return url
 
 
+Seen = tuple[Status, Sequence[NodeState]]
+"""Status and nodes of a run, the first page of them."""
+
+
 async def call(
     url: str, key_file: Path, action: str, request: AdminRequest, is_known: bool = True
 ) -> tuple[Status, str, str]:
-    """What the coordinator answers, a warning if this gives the run too few validators, and what was done, or was so
-    before. `is_known`: the URL is of a coordinator that has answered before."""
+    """What the coordinator answers, a warning if this gives the run too few validators, and what was done. `is_known`: the
+    URL is of a coordinator that has answered before."""
     async with Client(url, load_key(key_file)) as client:
         if is_known:
             client.expect_run()
@@ -163,11 +157,7 @@ async def call(
     warning = ""
     if joined | {*status.unjoined} != judged:
         warning = _too_few(action, joined, status.unjoined, info)
-    return (
-        status,
-        warning,
-        _nothing_to_do(action, request, before, was) or _what_was_done(action, request, before, was),
-    )
+    return status, warning, _what_was_done(action, request, (was, before), (status, nodes))
 
 
 def _too_few(action: str, joined: set[str], unjoined: Sequence[str], info: RunInfo) -> str:
@@ -234,54 +224,42 @@ class NodesWatch:
         return [f"{'Warning: ' if num < 3 else ''}validator {what}: {left}"]
 
 
-def _what_was_done(action: str, request: AdminRequest, nodes: Sequence[NodeState], was: Status) -> str:
-    """To whom an action was done."""
-    if action == "admit":
-        before = _admitted_before((request.node, *request.also), nodes, was)
-        keys = ", ".join(key[:12] for key in dict.fromkeys((request.node, *request.also)) if key not in before)
-        return "; ".join((f"done: {keys} may judge", *before.values()))
-    whom = ", ".join(_called(node) for node in _matching(request.node, nodes)) if request.node else ""
-    return f"done: {whom}" + (f", {KICKED}" if action == "kick" else "") if whom else "done"
+def _is_news(request: AdminRequest, action: str, before: Seen, after: Seen) -> bool:
+    """Whether an action changed something. Of nodes that the first page does not have it is taken for granted."""
+    if not request.node:
+        return (before[0].phase, before[0].lr_factor) != (after[0].phase, after[0].lr_factor)
+    named = [_named(name, before[1]) or name in before[0].unjoined for name in (request.node, *request.also)]
+    was, now = (
+        {node.key: (node.standing, node.left) for name in (request.node, *request.also) for node in _named(name, nodes)}
+        for _, nodes in (before, after)
+    )
+    begins_anew = action == "quarantine" and any(standing == "quarantined" for standing, _ in was.values())
+    return not all(named) or was != now or begins_anew
 
 
-def _admitted_before(keys: Iterable[str], nodes: Sequence[NodeState], was: Status) -> dict[str, str]:
-    """That keys needed no admission, by key."""
-    said = {key: f"{key[:12]} was admitted before, and has not joined yet" for key in was.unjoined}
-    said |= {node.key: f"{_called(node)} was admitted before" for node in nodes if node.role == "validator"}
-    return {key: said[key] for key in keys if key in said}
-
-
-def _matching(name: str, nodes: Sequence[NodeState]) -> list[NodeState]:
+def _named(name: str, nodes: Sequence[NodeState]) -> list[NodeState]:
     """Nodes that a key, the start of one or a name means."""
     keys = {node.key for node in nodes}
     return [n for n in nodes if n.key == name or (name not in keys and name in (n.name, n.key[: len(name)]))]
 
 
-def _nothing_to_do(action: str, request: AdminRequest, nodes: Sequence[NodeState], was: Status) -> str:
-    """What is said in the place of "done" if the run or its nodes were before what the host asks for; empty if not."""
-    phase, names, factor = was.phase, (request.node, *request.also), was.lr_factor
-    if action == "rate" and request.lr_factor == factor:
-        return f"nothing to do: the learning rate was multiplied by {factor:g} before"
-    if phase == {"pause": "paused", "resume": "running", "drain": "draining"}.get(action):
-        return f"nothing to do: the run was {phase} before"
-    why = _admitted_before(names, nodes, was) if action == "admit" else {}
-    out = {"kick": ("kicked",), "quarantine": ("kicked", "suspended")}.get(action, ())
-    for name in names:
-        for node in _matching(name, nodes):
-            whose = _called(node)
-            if node.standing in out:
-                why[name] = f"{whose} was {node.standing} before, so it gets no leases anyway"
-            elif action == "quarantine" and node.standing == "quarantined":
-                return f"{whose} was quarantined before: if less than half an hour was left, it is an hour now"
-    return f"nothing to do: {'; '.join(why.values())}" if {*names} == {*why} else ""
+def _what_was_done(action: str, request: AdminRequest, before: Seen, after: Seen) -> str:
+    """Whether an action changed something, and to whom it was done."""
+    names = dict.fromkeys(filter(None, (request.node, *request.also)))
+    kicked = f", {KICKED}" if action == "kick" else ""
+    whom = [
+        f"{_called(node)} {'may judge' if action == 'admit' else f'is {node.standing}'}{kicked}"
+        for name in names
+        for node in _named(name, after[1])
+    ]
+    whom += [f"{name[:12]} may judge, and has not joined yet" for name in names if name in after[0].unjoined]
+    news = "done" if _is_news(request, action, before, after) else "nothing changed"
+    return ": ".join((news, *(["; ".join(whom)] if whom else [])))
 
 
-# --- The root key of a run, for its host ---
+# --- the root key of a run ---
 #
-# Which one a new run gets, and how it names another publisher.
-#
-# The root's private key is read, used once and not kept. The coordinator decides whether a rotation is valid, and the
-# trainer finds its new key in the run's folder.
+# Its private part is read, used once and not kept.
 
 
 TRIES = 5

@@ -18,14 +18,14 @@ from typing import Any
 from rich.console import RenderableType
 
 from shoal.config import RunConfig
-from shoal.envs.describe import is_repeatable
+from shoal.envs.load import is_repeatable
 from shoal.errors import ShoalError, StateError, fault_of_user, no_torch
 from shoal.launch.admin import shared_url
+from shoal.launch.local_run import open_local_run
 from shoal.launch.run_lock import demand_free_ports, locked_run
-from shoal.launch.supervisor import open_crew
-from shoal.metrics import read_metrics, step_of
 from shoal.run_folder import RunFolder
 from shoal.runs.run_status import RunStatus
+from shoal.step_metrics import read_metrics, step_of
 from shoal.terminal import printable
 from shoal.views.terminal.live_view import WATCHDOG_S
 
@@ -59,7 +59,7 @@ class BackgroundRun:
             )
             done = read_metrics(folder.metrics)
             self._news.next_step = step_of(done[-1]) + 1 if done else 0
-            self._crew = open_crew(out, lock_fd, with_workers, lambda: self._news)
+            self._local_run = open_local_run(out, lock_fd, with_workers, lambda: self._news)
             self._held = stack.pop_all()
         self._thread = threading.Thread(target=self._run, name=f"shoal {config.name}", daemon=True)
         # A program may end without stopping its run. Python would then cut off this thread, and the roles would be killed.
@@ -88,13 +88,15 @@ class BackgroundRun:
         Raises the error that ended the run, unless it was raised before.
         """
         interrupt: KeyboardInterrupt | None = None
-        self._crew.stop_requests = max(1, self._crew.stop_requests)
+        supervisor = self._local_run.supervisor
+        if not supervisor.stop_requests:
+            supervisor.request_stop()
         while self._thread.is_alive():
             try:
                 self._thread.join()
             except KeyboardInterrupt as another:
                 interrupt = another
-                self._crew.stop_requests += 1
+                supervisor.request_stop()
         atexit.unregister(self.stop)
         if interrupt is not None:
             raise interrupt
@@ -108,7 +110,7 @@ class BackgroundRun:
     def _run(self) -> None:
         try:
             with self._held:
-                self._crew.run(self._announce)
+                self._local_run.run(self._announce)
         except Exception as error:  # noqa: BLE001  raised again in the caller's thread
             self._fault = fault_of_user(error) or error
         finally:
@@ -140,7 +142,7 @@ class _News:
         self._waits, self._waiting_s = "" if is_new else self._waits, status.waiting_s
         if status.waiting_s >= WATCHDOG_S and waits != self._waits:
             self._waits = waits
-            log.info("waiting %.0f s for %s", status.waiting_s, printable(status.waiting_for))
+            log.info("waiting %.0f s for %s", status.waiting_s, printable(status.wait_in_words))
 
     def say(self, line: str, passes: bool = False) -> None:
         if line:

@@ -24,13 +24,13 @@ import psutil
 
 from shoal.config import RunConfig, TinyPolicy, load_run, node_home
 from shoal.config.load import is_hub, resolve_path, with_judge_at
-from shoal.errors import ConfigError, StateError, cause_of, how_to_install
+from shoal.errors import ConfigError, PeerError, StateError, cause_of, how_to_install
 from shoal.humanize import data_size
+from shoal.net.safe_http import KNOWN, get
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
 if TYPE_CHECKING:
     from shoal.models.config import ModelConfig
-    from shoal.models.hf_config import HFConfig
     from shoal.plan.sizes import Sizes
 
 MIN_MEMORY_GB, MIN_DISK_GB, MIN_OPEN_FILES = 2.0, 1.0, 256
@@ -120,34 +120,20 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
                 parts = ", ".join(f"{part.name} {data_size(part.size)}" for part in role.parts)
                 each = f"{role.processes} processes, each " if role.processes > 1 else ""
                 yield DoctorLine("ok", role.name[:13], f"{data_size(role.on(report.device))}: {each}{parts}")
-        enough = report.need <= report.free
         found = (
             f"{data_size(report.need)} at once{', in shifts' if report.shared else ''}, {data_size(report.free)} free"
         )
-        yield DoctorLine(
-            "ok" if enough else "missing", f"memory {report.device}", found, "" if enough else report.advice
-        )
+        yield _enough(f"memory {report.device}", report.need <= report.free, found, report.advice)
     need, free = disk_of(config, recipe.parent, with_workers=True), shutil.disk_usage(Path.cwd()).free
-    remedy = (
-        ""
-        if need <= free
-        else "free some space, lower storage.quota_mb, or take another disk: `shoal run RECIPE --out DIR`"
-    )
-    yield DoctorLine(
-        "ok" if need <= free else "missing",
-        "disk",
-        f"at most {data_size(need)}, {data_size(free)} free here",
-        remedy,
-    )
+    yield _enough("disk", need <= free, f"at most {data_size(need)}, {data_size(free)} free here", MORE_DISK)
     yield DoctorLine("ok", "bytes", f"{in_words(sizes_of(config, recipe.parent))} to each worker")
 
 
-def _first_policy(config: RunConfig, recipe: Path, spec: "ModelConfig | HFConfig") -> DoctorLine:
+def _first_policy(config: RunConfig, recipe: Path, spec: "ModelConfig") -> DoctorLine:
     """Whether the model's tokenizer, template and weights are there and fit; values that are not finite are found."""
     from shoal.chat.isolated import open_own
     from shoal.launch.preflight import demand_computable, demand_examined
     from shoal.models.checkpoint import demand_weights
-    from shoal.models.config import ModelConfig
 
     if is_hub(config.policy.path):
         return DoctorLine(
@@ -159,7 +145,7 @@ def _first_policy(config: RunConfig, recipe: Path, spec: "ModelConfig | HFConfig
         demand_computable(directory, config)
         stored = demand_weights(directory, spec)
         held = sum(one.end - one.start for one in stored.values())
-        ours = isinstance(spec, ModelConfig)
+        ours = bool(spec.tensor_shapes())
         fits = ours or psutil.virtual_memory().available > 4 * held  # in float32, beside what torch takes
         examined = fits and demand_examined(directory, config, "cpu")
     except StateError as error:
@@ -174,7 +160,7 @@ def _first_policy(config: RunConfig, recipe: Path, spec: "ModelConfig | HFConfig
 
 def _first_prompts(config: RunConfig, recipe: Path) -> Iterator[DoctorLine]:
     """What the model's chat template makes of the first prompts, seen as `shoal run` sees it at its start: in a process."""
-    from shoal.launch.prompt_preview import preview_of
+    from shoal.launch.prompt_preview_process import preview_of
     from shoal.launch.supervisor import TICK_S
     from shoal.run_folder import RunFolder
 
@@ -205,7 +191,7 @@ def _first_prompts(config: RunConfig, recipe: Path) -> Iterator[DoctorLine]:
                 yield DoctorLine("note", "prompts", line)
 
 
-def _shape_of(config: RunConfig, recipe: Path) -> "ModelConfig | HFConfig":
+def _shape_of(config: RunConfig, recipe: Path) -> "ModelConfig":
     """The shape of a run's model. Raises `ConfigError`, with another way to ask if the run file has one."""
     from shoal.plan.sizes import UnknownShape, spec_of
 
@@ -224,22 +210,26 @@ def in_words(sizes: "Sizes") -> str:
     return f"{data_size(sizes.base + sizes.version)} at first, then {data_size(sizes.patch or sizes.version)} a step"
 
 
+def _enough(
+    what: str, enough: bool, found: str, remedy: str, otherwise: Literal["note", "missing"] = "missing"
+) -> DoctorLine:
+    return DoctorLine("ok", what, found) if enough else DoctorLine(otherwise, what, found, remedy)
+
+
+MORE_DISK = "free some space, lower storage.quota_mb, or take another disk: `shoal run RECIPE --out DIR`"
+
+
 def _size() -> Iterator[DoctorLine]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    remedy = "" if cores >= 2 else "one core works, but trainer and workers take turns: use --set workers.count=1"
-    yield DoctorLine("ok" if cores >= 2 else "note", "cores", str(cores), remedy)
+    remedy = "one core works, but trainer and workers take turns: use --set workers.count=1"
+    yield _enough("cores", cores >= 2, str(cores), remedy, "note")
     memory = psutil.virtual_memory()
     free_gb = memory.available / 2**30
-    enough = free_gb >= MIN_MEMORY_GB
-    remedy = "" if enough else f"a run of a tiny model takes about {MIN_MEMORY_GB:.0f} GB: close other programs"
     found = f"{free_gb:.1f} of {memory.total / 2**30:.1f} GB free"
-    yield DoctorLine("ok" if enough else "missing", "memory", found, remedy)
+    remedy = f"a run of a tiny model takes about {MIN_MEMORY_GB:.0f} GB: close other programs"
+    yield _enough("memory", free_gb >= MIN_MEMORY_GB, found, remedy)
     disk_gb = shutil.disk_usage(Path.cwd()).free / 2**30
-    enough = disk_gb >= MIN_DISK_GB
-    remedy = (
-        "" if enough else "free some space, lower storage.quota_mb, or take another disk: `shoal run RECIPE --out DIR`"
-    )
-    yield DoctorLine("ok" if enough else "missing", "disk", f"{disk_gb:.1f} GB free in {Path.cwd()}", remedy)
+    yield _enough("disk", disk_gb >= MIN_DISK_GB, f"{disk_gb:.1f} GB free in {Path.cwd()}", MORE_DISK)
 
 
 def _torch() -> Iterator[DoctorLine]:
@@ -304,13 +294,12 @@ def _clock(url: str) -> DoctorLine:
         )
         return DoctorLine("note", "clock", "offset unknown", remedy)
     try:
-        answer = asyncio.run(_header(f"{url.rstrip('/')}/healthz"))
-        if answer.is_redirect:
-            raise ValueError(f"it redirects to {answer.headers.get('location', '')[:200]!r}, which is not followed")
-        if answer.status_code != 200:
-            raise ValueError(f"HTTP {answer.status_code}")
+        place = httpx.URL(f"{url.rstrip('/')}/healthz")
+        answer = asyncio.run(get(place, cap=0, deadline_s=ANSWER_S, address=KNOWN))
+        if answer.status != 200:
+            raise ValueError(f"HTTP {answer.status}")
         offset_s = time.time() - parsedate_to_datetime(answer.headers.get("date", "")).timestamp()
-    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, TypeError, OverflowError) as error:
+    except (PeerError, httpx.InvalidURL, ValueError, TypeError, OverflowError) as error:
         remedy = "check the URL and that the run is hosted now"
         return DoctorLine("missing", "clock", f"{url} does not answer: {cause_of(error)}", remedy)
     if abs(offset_s) < SIGNATURE_WINDOW_S:
@@ -323,24 +312,10 @@ def _clock(url: str) -> DoctorLine:
     )
 
 
-async def _header(url: str) -> httpx.Response:
-    """An answer without its body, which may have no end. Raises `TimeoutError` if the header is not here in time."""
-    tls = url.startswith("https:")  # certificates take longer to load than the answer to come
-    async with httpx.AsyncClient(timeout=None, trust_env=False, verify=tls) as client:
-        try:
-            async with asyncio.timeout(ANSWER_S), client.stream("GET", url) as answer:
-                return answer
-        except TimeoutError:
-            raise TimeoutError(f"no answer within {ANSWER_S:g} s") from None
-
-
 def _open_files() -> DoctorLine:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= MIN_OPEN_FILES:
-        return DoctorLine("ok", "open files", f"limit {soft}")
-    return DoctorLine(
-        "missing", "open files", f"limit {soft}, at least {MIN_OPEN_FILES} needed", f"ulimit -n {MIN_OPEN_FILES * 4}"
-    )
+    found = f"limit {soft}, at least {MIN_OPEN_FILES} needed"
+    return _enough("open files", soft >= MIN_OPEN_FILES, found, f"ulimit -n {MIN_OPEN_FILES * 4}")
 
 
 def _port() -> DoctorLine:

@@ -12,23 +12,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import psutil
 
 from shoal.config import RunConfig
-from shoal.engine.memory_estimate import AnyNeeds, Needs, adapter_bytes, needs_of_spec, played_on_gpu, scored_on_gpu
 from shoal.envs.evaluate import BATCH
 from shoal.errors import StateError
 from shoal.humanize import data_size
 from shoal.models.config import ModelConfig
 from shoal.models.device import AUTO, CPU, MPS, take_device
-from shoal.models.hf_config import HFConfig
-from shoal.models.open_model import sized_spec_of
-from shoal.models.parameter_counts import adapter_parameters_of, parameters_of
+from shoal.models.memory import (
+    ITEM_BYTES,
+    EngineMemory,
+    Layout,
+    MemoryPart,
+    engine_memory,
+    judge_parts,
+    played_on_gpu,
+    scored_on_gpu,
+    trainer_parts,
+    trainer_state_bytes,
+)
+from shoal.models.open_model import spec_of
 from shoal.plan.sizes import quota_mb_of, sizes_of
 from shoal.protocol.algorithm_config import judge_named, needs_critic, needs_reference
 from shoal.protocol.constants import COMPLETIONS
 from shoal.run_folder import free_below, held_below
-from shoal.train.memory_estimate import ITEM_BYTES, Layout, MemoryPart, judge_parts_of, parts_of, state_of
+from shoal.weights.memory_limit import free_bytes
 
 LIBRARY_BYTES = 150_000_000
 """What the processes of a run share: the code of torch and of other libraries."""
@@ -103,7 +111,7 @@ class Fit(NamedTuple):
     """Bytes that this layout still lacks; 0: it fits."""
 
 
-def fits(spec: ModelConfig | HFConfig, layout: Layout, free: int, published: str = "float32") -> Fit:
+def fits(spec: ModelConfig, layout: Layout, free: int, published: str = "float32") -> Fit:
     """The first of LAYOUTS with which a trainer alone fits into `free` bytes of its device, or the one that lacks least.
 
     A trainer computes in float32 or in the dtype that is `published`, also with an adapter, which itself is float32.
@@ -114,14 +122,14 @@ def fits(spec: ModelConfig | HFConfig, layout: Layout, free: int, published: str
             continue
         if layout.processes > 1 and "moments" in keys:  # `config/validate` refuses it
             continue
-        parts = parts_of(spec, replace(layout, **keys))
+        parts = trainer_parts(spec, replace(layout, **keys))
         tried.append(Fit(keys, max(0, sum(part.size for part in parts if not part.on_cpu) - free)))
         if not tried[-1].missing:
             return tried[-1]
     return min(tried, key=lambda fit: fit.missing)
 
 
-def layout_of(config: RunConfig, spec: ModelConfig | HFConfig) -> Layout:
+def layout_of(config: RunConfig, spec: ModelConfig) -> Layout:
     """The run file's layout of training."""
     train = config.train
     longest = min(config.sampling.max_tokens, spec.max_positions)
@@ -134,31 +142,31 @@ def layout_of(config: RunConfig, spec: ModelConfig | HFConfig) -> Layout:
     )  # fmt: skip
 
 
-def roles_of(config: RunConfig, spec: ModelConfig | HFConfig, with_workers: bool) -> Iterator[RoleNeeds]:
+def roles_of(config: RunConfig, spec: ModelConfig, with_workers: bool) -> Iterator[RoleNeeds]:
     """What the roles of a run take that the launcher starts."""
     light = ["coordinator", "origin", *(["stage"] if any(env.kind == COMPLETIONS for env in config.envs) else [])]
     yield RoleNeeds(
         "the rest", CPU, (MemoryPart("libraries", LIBRARY_BYTES), *(MemoryPart(name, LIGHT_BYTES) for name in light))
     )
     adapter, several = config.policy.adapter, config.train.processes > 1
-    learned = 4 * adapter_parameters_of(spec, adapter.rank, adapter.targets)
+    learned = 4 * spec.adapter_parameters(adapter.rank, adapter.targets)
     # Several processes gather one tensor at a time, and the embedding is the largest.
-    values = spec.vocab_size * spec.width if several else parameters_of(spec)
+    values = spec.vocab_size * spec.width if several else spec.num_parameters()
     size = learned if adapter.rank else int(values * ITEM_BYTES[config.policy.kept_dtype])
     version = MemoryPart("version being published", size, True)
-    parts = [*parts_of(spec, layout_of(config, spec)), *_judge_of(config, spec)]
+    parts = [*trainer_parts(spec, layout_of(config, spec)), *_judge_of(config, spec)]
     training = [*parts, version]
     if config.train.device != CPU and not several:  # guard: a-gpu-is-loaded-from-memory
         training.append(MemoryPart("loading", next(part.size for part in parts if part.name == "weights"), True))
     if config.storage.state_every > 1 and not several:  # guard: copied-state-takes-memory
-        training.append(MemoryPart("state being saved", state_of(spec, layout_of(config, spec)), True))
+        training.append(MemoryPart("state being saved", trainer_state_bytes(spec, layout_of(config, spec)), True))
     yield replace(
         _role("trainer", config.train.device, training, config.train.processes, own=TRAINER_BYTES), own_gpus=several
     )
     if several:
         yield RoleNeeds("torchrun's agent", CPU, (MemoryPart("process", ENGINE_BYTES),))
-    adapted = adapter_bytes(spec, adapter.rank, adapter.targets)
-    needs, rows = needs_of_spec(spec, config.sampled_dtype, adapted, adapter.base), config.rollouts.block_rollouts
+    needs = engine_memory(spec, config.sampled_dtype, adapter.rank, adapter.targets, adapter.base)
+    rows = config.rollouts.block_rollouts
     longest = config.sampling.max_tokens
     if config.validators.count:
         judged = needs.score(rows * longest, longest, hidden=config.verify.proofs != "none")
@@ -168,18 +176,19 @@ def roles_of(config: RunConfig, spec: ModelConfig | HFConfig, with_workers: bool
     if with_workers and (count := config.workers.count + config.workers.cheating):
         yield _role("worker", config.workers.device, played, count)
     if any(config.eval_episodes(env) for env in config.envs):
-        needs, rows = needs_of_spec(spec, config.eval.dtype, adapted, adapter.base), config.eval.rows or BATCH
+        needs = engine_memory(spec, config.eval.dtype, adapter.rank, adapter.targets, adapter.base)
+        rows = config.eval.rows or BATCH
         size = needs.play(rows, longest, config.sampling.all_tokens)
         yield _role("evaluation", config.workers.device, _engine(needs, "playing", size, config.workers.device))
 
 
-def _judge_of(config: RunConfig, spec: ModelConfig | HFConfig) -> list[MemoryPart]:
+def _judge_of(config: RunConfig, spec: ModelConfig) -> list[MemoryPart]:
     """The trainer's teacher or reward model; nothing if its shape cannot be read, for the trainer is to say why."""
     named = judge_named(config.train.algorithm)
     if not named:
         return []
     with contextlib.suppress(StateError):
-        return judge_parts_of(named, sized_spec_of(Path(getattr(config.train, named))), layout_of(config, spec))
+        return judge_parts(named, spec_of(Path(getattr(config.train, named))), layout_of(config, spec))
     return []
 
 
@@ -192,19 +201,19 @@ def _role(
     return RoleNeeds(name, device, (*process, *parts), processes)
 
 
-def _engine(needs: Needs | AnyNeeds, work: str, size: int, device: str) -> list[MemoryPart]:
+def _engine(needs: EngineMemory, work: str, size: int, device: str) -> list[MemoryPart]:
     """An engine while it loads a version, or while it works: it needs the larger of the two."""
     if device == CPU:
         return [MemoryPart("weights", needs.loaded), MemoryPart(work, max(size, needs.load() - needs.loaded))]
     size = played_on_gpu(size) if work == "playing" else scored_on_gpu(size)
     return [
-        MemoryPart("loading", needs.in_passing(), True),
+        MemoryPart("loading", needs.load_for_gpu(), True),
         MemoryPart("weights", needs.loaded),
         MemoryPart(work, size),
     ]
 
 
-def demand_fit(config: RunConfig, spec: ModelConfig | HFConfig, root: Path, with_workers: bool) -> None:
+def demand_fit(config: RunConfig, spec: ModelConfig, root: Path, with_workers: bool) -> None:
     """Raise `StateError` if the run in the folder `root` needs more memory or more disk than this machine has free."""
     demand_memory(config, spec, with_workers)
     demand_disk(config, root, with_workers)
@@ -228,7 +237,9 @@ def demand_quota(config: RunConfig) -> None:
 
 def demand_disk(config: RunConfig, root: Path, with_workers: bool) -> None:
     """Raise `StateError` if the run's folder may grow by more than is free on its disk. The config's paths are absolute."""
-    held = held_below(root, without="*.sqlite*")  # the log, the page's index and the stage's memo are not planned
+    held = held_below(
+        root, without="*.sqlite*"
+    )  # the log, the page's index and the env server's replies are not planned
     need, free = disk_of(config, Path(), with_workers) - held, free_below(root)
     if need > free:
         raise StateError(
@@ -252,7 +263,7 @@ def disk_of(config: RunConfig, recipe_dir: Path, with_workers: bool) -> float:
     return sizes.host_disk + workers * sizes.worker_disk
 
 
-def demand_memory(config: RunConfig, spec: ModelConfig | HFConfig, with_workers: bool) -> None:
+def demand_memory(config: RunConfig, spec: ModelConfig, with_workers: bool) -> None:
     """Raise `StateError` if the run's roles together need more memory than this machine has free."""
     for report in reports(config, spec, with_workers):
         if report.need > report.free:
@@ -290,9 +301,7 @@ class MemoryReport(NamedTuple):
         )
 
 
-def reports(
-    config: RunConfig, spec: ModelConfig | HFConfig, with_workers: bool, free: int = 0
-) -> Iterator[MemoryReport]:
+def reports(config: RunConfig, spec: ModelConfig, with_workers: bool, free: int = 0) -> Iterator[MemoryReport]:
     """What the run takes of each memory here. `free` replaces what is free in the memory of the device that trains."""
     config = settled(config)
     shared = shared_devices(config, spec, with_workers, free)
@@ -301,7 +310,7 @@ def reports(
         for role in roles_of(config, spec, with_workers)
     ]
     trainer = next(role for role in roles if role.name == "trainer")
-    layout = sum(part.size for part in parts_of(spec, layout_of(config, spec)) if not part.on_cpu)
+    layout = sum(part.size for part in trainer_parts(spec, layout_of(config, spec)) if not part.on_cpu)
     for device in dict.fromkeys([CPU, *(role.device for role in roles)]):
         has = free if free and device == trainer.device else free_on(device)
         count, in_shifts = trainer.count_on(device), device in shared and device != CPU
@@ -313,9 +322,7 @@ def reports(
         yield MemoryReport(device, has, roles, _advice(config, spec, left), in_shifts)
 
 
-def shared_devices(
-    config: RunConfig, spec: ModelConfig | HFConfig, with_workers: bool, free: int = 0
-) -> frozenset[str]:
+def shared_devices(config: RunConfig, spec: ModelConfig, with_workers: bool, free: int = 0) -> frozenset[str]:
     """The devices whose memory the run's processes have one after another, as `host.shifts` says; `free` is as in
     `reports`. auto: GPUs that cannot hold all of them at once."""
     config = settled(config)
@@ -351,7 +358,7 @@ def settled(config: RunConfig) -> RunConfig:
     return msgspec.structs.replace(config, **sections)
 
 
-def _advice(config: RunConfig, spec: ModelConfig | HFConfig, left: int) -> str:
+def _advice(config: RunConfig, spec: ModelConfig, left: int) -> str:
     """What to change, with `left` bytes for what depends on the layout of training."""
     fit = fits(spec, layout_of(config, spec), left, config.policy.dtype)
     keys = ", ".join(f'train.{key} = "{value}"' for key, value in fit.keys.items())
@@ -366,7 +373,7 @@ def _advice(config: RunConfig, spec: ModelConfig | HFConfig, left: int) -> str:
 def free_on(device: str) -> int:
     """Bytes that are free in the memory of a device. Of a GPU it is all, because to ask what is free takes some."""
     if device == CPU:
-        return int(psutil.virtual_memory().available)
+        return free_bytes()
     import torch
 
     return int(torch.cuda.get_device_properties(0).total_memory)

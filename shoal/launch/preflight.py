@@ -6,21 +6,35 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from shoal.chat.isolated import open_own
 from shoal.config import BOUNDS, LOGGERS, RunConfig, child_environment
 from shoal.errors import ConfigError, StateError, how_to_install
 from shoal.models.checkpoint import demand_weights
 from shoal.models.config import ModelConfig
 from shoal.models.hf_config import HFConfig
 from shoal.models.load_tensors import demand_finite
-from shoal.models.nf4_config import NF4, flaw_of
+from shoal.models.nf4_layout import NF4, flaw_of
 from shoal.models.open_model import demand_named_base, demand_no_adapter, needs_transformers
+from shoal.models.transformer_config import TransformerConfig
 from shoal.protocol.tolerances import LOCAL, TRANSFORMERS, is_measured
+from shoal.run_folder import RunFolder
 
-# --- Whether a run can use its first policy at all ---
-#
-# Asked before any role starts, so that the host reads why not.
-#
-# Light: it reads JSON files and weights, and loads neither torch nor the policy.
+
+def first_policy(folder: RunFolder, config: RunConfig) -> Path:
+    """Where the model is that the run begins with."""
+    return folder.policy if folder.policy.exists() else Path(config.policy.path)
+
+
+def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
+    """Raise `StateError` if the run's first policy, its tokenizer or its chat template cannot be used.
+
+    Called before the trainer copies and publishes the policy. Without this check a hosted run would wait for ever,
+    because each worker that joins would fail on its own machine.
+    """
+    if config.policy.path:
+        first = first_policy(folder, config)
+        open_own(first)
+        demand_computable(first, config)  # guard: first-policy-is-computable
 
 
 def demand_computable(directory: Path, config: RunConfig) -> None:
@@ -28,7 +42,7 @@ def demand_computable(directory: Path, config: RunConfig) -> None:
     demand_no_adapter(directory)
     demand_named_base(directory, config.policy.adapter.base)
     if not needs_transformers(directory, config.policy.implementation):
-        _demand_positions(ModelConfig.from_directory(directory), config)
+        _demand_positions(TransformerConfig.from_directory(directory), config)
         return
     if importlib.util.find_spec("transformers") is None:
         raise StateError(
@@ -55,7 +69,7 @@ def demand_computable(directory: Path, config: RunConfig) -> None:
         )
 
 
-def _demand_positions(spec: ModelConfig | HFConfig, config: RunConfig) -> None:
+def _demand_positions(spec: ModelConfig, config: RunConfig) -> None:
     if config.sampling.max_tokens > spec.max_positions:
         raise StateError(
             f"sampling.max_tokens = {config.sampling.max_tokens}, and the model has {spec.max_positions} positions: "
@@ -83,7 +97,7 @@ def demand_examined(directory: Path, config: RunConfig, device: str) -> bool:
     of its own. False if that could not be seen, for lack of memory, say. Of a policy that shoal computes, every value is
     read here first, and that is all unless some are very large."""
     kind = TRANSFORMERS if needs_transformers(directory, config.policy.implementation) else LOCAL
-    if kind == LOCAL and not demand_finite(demand_weights(directory, ModelConfig.from_directory(directory))):
+    if kind == LOCAL and not demand_finite(demand_weights(directory, TransformerConfig.from_directory(directory))):
         return False
     command = [sys.executable, "-I", "-c", _PROGRAM, str(directory.absolute()), kind, config.sampled_dtype, device]
     command += sys.path
@@ -126,9 +140,9 @@ def demand_engine_of_workers(config: RunConfig) -> None:
         )
 
 
-def demand_codable(spec: ModelConfig | HFConfig, config: RunConfig) -> None:
+def demand_codable(spec: ModelConfig, config: RunConfig) -> None:
     """Raise `StateError` if the run's base is to be in NF4 and its matrices cannot be."""
-    fault = flaw_of(spec) if config.policy.adapter.base == NF4 and isinstance(spec, ModelConfig) else ""
+    fault = flaw_of(spec) if config.policy.adapter.base == NF4 else ""
     if fault:  # guard: codable-before-any-role
         raise StateError(f'policy.adapter.base = "{NF4}": {fault}. Leave it out, or choose another model')
 
@@ -142,11 +156,7 @@ def _measured(config: RunConfig) -> bool:
     )
 
 
-# --- Which processes look on while a run goes on ---
-#
-# Loggers, if this machine has their packages, and the page.
-#
-# The packages are imported by the logger's process alone.
+# --- processes that look on while a run goes on: loggers, if this machine has their packages, and the page ---
 
 
 STOP_S = 30.0

@@ -16,7 +16,6 @@ from shoal.humanize import count
 from shoal.launch.memory_plan import demand_fit
 from shoal.launch.preflight import demand_computable
 from shoal.launch.sizing import resolve_sizes
-from shoal.models.parameter_counts import parameters_of
 from shoal.models.random_model import demand_shape, make_shaped
 from shoal.run_folder import RunFolder
 
@@ -40,7 +39,7 @@ def random_policy(config: RunConfig, recipe_dir: Path, folder: RunFolder, with_w
         demand_fit(resolve_sizes(named, spec, with_workers).config, spec, folder.root, with_workers)
         _make(shape, folder.policy, config)
     return (
-        f"Random policy: {count(parameters_of(spec))} weights in the shape of {shape.name}, and a tokenizer of bytes and "
+        f"Random policy: {count(spec.num_parameters())} weights in the shape of {shape.name}, and a tokenizer of bytes and "
         f"made-up words, in {folder.policy}. Nothing was downloaded, and the policy knows no language"
     )
 

@@ -1,6 +1,5 @@
 """Processes of roles: how they start, log and end."""
 
-import contextlib
 import os
 import re
 import resource
@@ -9,18 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Literal, Protocol
+from typing import Literal
 
 import psutil
+from msgspec.structs import replace
 
 from shoal.config import child_environment
 from shoal.errors import EXIT_DONE, EXIT_USER_ERROR
 from shoal.launch.log_rotation import LogFile
-from shoal.ledger.hints import CONTINUE_REMEDY, ENDED_CALLS, IS_STOPPED, split_remedy
+from shoal.ledger.remedies import CONTINUE_REMEDY, ENDED_CALLS, IS_STOPPED
+from shoal.protocol.messages import Status
 from shoal.runs.run_status import suspended_process
 
 MAX_QUICK_DEATHS = 5
@@ -119,6 +119,10 @@ class RoleProcess:
             # Not Popen.send_signal, which would reap a dead child before `_reap` learns what it used.
             os.kill(self._process.pid, number)
 
+    def keeps_dying(self) -> bool:
+        """Whether it died, and has not run for long since."""
+        return self.restarts > 0 and (self.state == "restarting" or time.monotonic() - self._started < QUICK_DEATH_S)
+
     def _start(self, now: float) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -208,27 +212,6 @@ def die_with_parent() -> None:
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
 
 
-class Stoppable(Protocol):
-    """What counts how often it was asked to stop."""
-
-    stop_requests: int
-
-
-@contextlib.contextmanager
-def counted_signals(crew: Stoppable) -> Iterator[None]:
-    """Count Ctrl-C and SIGTERM instead of ending this process."""
-
-    def ask(signum: int, frame: FrameType | None) -> None:
-        crew.stop_requests += 1
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def own_use() -> RoleUsage:
     """What this process has used so far."""
     return _use(resource.getrusage(resource.RUSAGE_SELF))
@@ -251,31 +234,31 @@ _SILENT = re.compile(r"([^,;:]+) \(([0-9a-f]{12})\) (?:silent for|left)")
 
 
 def with_suspended(
-    waiting_for: str, processes: Iterable[RoleProcess], keys_of: Callable[[Iterable[str]], Mapping[str, str]]
-) -> str:
+    status: Status, processes: Iterable[RoleProcess], keys_of: Callable[[Iterable[str]], Mapping[str, str]]
+) -> Status:
     """What a run waits for, with those processes of its role that were stopped by a signal, and how these go on. What to do
     about other nodes that it names stays. `keys_of`: keys of the host's own nodes by the names of their processes."""
     found = {
         process.name: process.pid
         for process in processes
-        if process.name.partition("-")[0] in waiting_for.partition(":")[0] and suspended_process(process.pid)
+        if process.name.partition("-")[0] in status.waiting_for.partition(":")[0] and suspended_process(process.pid)
     }
     if not found:
-        return waiting_for
+        return status
     stopped = (f"{name}: its process {pid} {IS_STOPPED}" for name, pid in found.items())
-    remedy = CONTINUE_REMEDY.replace("PID", " ".join(map(str, found.values())))
-    cause, before = split_remedy(waiting_for)
+    cause, remedy = status.waiting_for, CONTINUE_REMEDY.replace("PID", " ".join(map(str, found.values())))
     own = {key[:12] for key in keys_of(found).values()}
     others = [name.strip() for name, key in _SILENT.findall(cause) if key not in own]  # guard: name-is-no-process
-    if others and before:
+    if others and (before := status.remedy):
         remedy = f"{remedy}. For {', '.join(others)}: {before[0].lower()}{before[1:]}"
-    return f"{'; '.join((cause, *stopped))}. {remedy}"
+    return replace(status, waiting_for="; ".join((cause, *stopped)), remedy=remedy)
 
 
-def with_ended_call(waiting_for: str, processes: Iterable[RoleProcess]) -> str:
+def with_ended_call(status: Status, processes: Iterable[RoleProcess]) -> Status:
     """What a run waits for; if that is a turn of the stage, with the call of an environment that the stage ended last."""
     log = next((process.log for process in processes if process.name == "stage"), None)
-    if log is None or ENDED_CALLS not in waiting_for:
-        return waiting_for
+    if log is None or ENDED_CALLS not in status.waiting_for:
+        return status
     ended = [line.partition("reason=")[2] for line in tail(log, 100) if "killed env=" in line]
-    return waiting_for.replace(ENDED_CALLS, f"{ENDED_CALLS}, last {ended[-1]}") if ended else waiting_for
+    last = f", last {ended[-1]}" if ended else ""
+    return replace(status, waiting_for=status.waiting_for.replace(ENDED_CALLS, f"{ENDED_CALLS}{last}"))

@@ -1,4 +1,4 @@
-"""One launcher in a run folder, and one node in a home: a lock on the folder.
+"""One launcher in a run folder, and one node in a home: a lock on the folder, which also says how a worker is paused.
 
 The roles of a launcher inherit its descriptor. So the folder is held until the last of them has ended, even if the launcher
 was killed.
@@ -8,13 +8,15 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from shoal.config import HostConfig
 from shoal.errors import ShoalError, StateError, cause_of
-from shoal.net.server_process import listen, port_of_last_start
+from shoal.net.server_address import listen, port_of_last_start
 from shoal.run_folder import RunFolder, is_locked
 
 LOCK_WAIT_S = 5.0
@@ -94,3 +96,59 @@ def locked_run(run_dir: Path) -> Iterator[int]:
             if is_new and not began:  # guard: only-own-folders-are-removed
                 shutil.rmtree(run_dir, ignore_errors=True)
             raise
+
+
+# --- pausing a worker: the lock of its folder names its process, and that it has the handlers of these signals ---
+
+WORKER = "worker"
+SIGNALS = {"pause": signal.SIGUSR1, "resume": signal.SIGUSR2}
+
+
+@contextlib.contextmanager
+def on_pause_signals(pause: Callable[[], None], resume: Callable[[], None]) -> Iterator[None]:
+    """Call these at SIGUSR1 and SIGUSR2."""
+
+    def act(number: int, frame: FrameType | None) -> None:
+        (pause if number == SIGNALS["pause"] else resume)()
+
+    before = {number: signal.signal(number, act) for number in SIGNALS.values()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def name_worker(lock_fd: int) -> None:
+    """Write into a node's locked folder that its process is a worker, which can be paused."""
+    os.pwrite(lock_fd, f"{os.getpid()} {WORKER}".encode(), 0)
+
+
+def signal_worker(home: Path, action: str) -> str:
+    """Pause or resume the worker that uses this folder; returns what to tell the user. Raises `StateError`."""
+    try:
+        fd = os.open(home / ".lock", os.O_RDWR)
+    except OSError as error:
+        raise StateError(
+            f"no node has used {home} ({cause_of(error)}): give the folder of its key with --home"
+        ) from None
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            raise StateError(
+                f"no node works from {home} now: start it with `shoal join`, or give its folder with --home"
+            )
+        words = os.pread(fd, 64, 0).decode(errors="replace").split()
+    finally:
+        os.close(fd)
+    if len(words) != 2 or words[1] != WORKER or not words[0].isdecimal():  # guard: only-workers-are-signalled
+        raise StateError(
+            f"the process that uses {home} cannot be paused, because it is not a worker: give a worker's folder with --home"
+        )
+    try:
+        os.kill(int(words[0]), SIGNALS[action])
+    except OSError as error:
+        raise StateError(f"process {words[0]} cannot be told: {cause_of(error)}") from None
+    if action == "pause":
+        return f"The worker in {home} (process {words[0]}) finishes what it holds, then takes no lease until you resume it."
+    return f"The worker in {home} (process {words[0]}) takes leases again."

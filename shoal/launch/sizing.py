@@ -1,4 +1,9 @@
-"""Sizes that a run file leaves at 0, from the memory that is free, and devices that processes share."""
+"""What a run file leaves open and the policy's size decides: the learning rate, the tokens of a micro-batch, the episodes
+that an evaluation plays at a time, and the devices that processes share.
+
+It tries sizes with the reckoning of `memory_plan`, so nothing is loaded. The launcher keeps what is found in the run's
+folder: bits depend on it, so a resumed run keeps it.
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -13,21 +18,9 @@ from shoal.envs.evaluate import BATCH
 from shoal.errors import ShoalError, StateError
 from shoal.launch.memory_plan import reports, settled, shared_devices
 from shoal.models.config import ModelConfig
-from shoal.models.hf_config import HFConfig
-from shoal.models.open_model import sized_spec_of
-from shoal.models.parameter_counts import adapter_parameters_of, parameters_of
+from shoal.models.open_model import spec_of
 from shoal.models.random_model import tiny_spec
 from shoal.run_folder import RunFolder
-
-# --- What of a run follows from the policy's size, where its run file leaves it open ---
-#
-# The learning rate, and by the memory that is free the tokens of a micro-batch and the episodes that an evaluation plays
-# at a time.
-#
-# Called before the roles of a run start, and by `shoal doctor --recipe`. It tries sizes with the reckoning of
-# `memory_plan`, so nothing is loaded. The launcher keeps what is found in the run's folder: bits depend on it, so a resumed
-# run keeps it.
-
 
 MOST_TOKENS = 16_384
 """Of a micro-batch that is sized here: more do not make a GPU faster."""
@@ -47,30 +40,30 @@ class ResolvedSizes(NamedTuple):
     """What to say about the sizes that were found."""
 
 
-def learned_parameters_of(spec: ModelConfig | HFConfig, config: RunConfig) -> int:
+def learned_parameters_of(spec: ModelConfig, config: RunConfig) -> int:
     """Parameters of a policy that learn: those of the adapter, if the run has one."""
     adapter = config.policy.adapter
-    return adapter_parameters_of(spec, adapter.rank, adapter.targets) if adapter.rank else parameters_of(spec)
+    return spec.adapter_parameters(adapter.rank, adapter.targets) if adapter.rank else spec.num_parameters()
 
 
-def with_preset_lr(config: RunConfig, spec: ModelConfig | HFConfig | None) -> RunConfig:
+def with_preset_lr(config: RunConfig, spec: ModelConfig | None) -> RunConfig:
     """The run file with the learning rate that it leaves open; as it is without a known shape, and the trainer counts."""
     if config.train.lr != PRESET_LR or spec is None:
         return config
     return _with_train(config, lr=preset_lr(learned_parameters_of(spec, config)))
 
 
-def first_spec(folder: RunFolder, config: RunConfig) -> ModelConfig | HFConfig | None:
+def first_spec(folder: RunFolder, config: RunConfig) -> ModelConfig | None:
     """The shape of the run's first policy; None if it is not known here, and the trainer is to say why."""
     with contextlib.suppress(ShoalError):
         if config.policy.path:
-            return sized_spec_of(folder.policy if folder.policy.exists() else Path(config.policy.path))
+            return spec_of(folder.policy if folder.policy.exists() else Path(config.policy.path))
         return tiny_spec(config.policy.tiny)
     return None
 
 
-def resolve_sizes(config: RunConfig, spec: ModelConfig | HFConfig, with_workers: bool, free: int = 0) -> ResolvedSizes:
-    """Find the sizes that a run file leaves open. `free` is as in `fits.reports`.
+def resolve_sizes(config: RunConfig, spec: ModelConfig, with_workers: bool, free: int = 0) -> ResolvedSizes:
+    """Find the sizes that a run file leaves open. `free` is as in `memory_plan.reports`.
 
     Training comes first: its micro-batches are sized beside an evaluation of LEAST_ROWS episodes at a time.
     """
@@ -139,11 +132,6 @@ def _with_rows(config: RunConfig, rows: int) -> RunConfig:
     return msgspec.structs.replace(config, eval=msgspec.structs.replace(config.eval, rows=rows))
 
 
-# --- Which processes of a run take shifts on a device of this machine, and how they are told ---
-#
-# What they do then is in `roles/node/device_queue`; whether it is needed is decided in `memory_plan`.
-
-
 SECTIONS = {"train": "trainer", "validators": "validators", "workers": "workers and evaluations"}
 """Of a run file, with the processes whose device each names."""
 
@@ -173,7 +161,7 @@ class Shifts:
         return str(getattr(settled(self.config), section).device)
 
 
-def shifts_of(config: RunConfig, folder: RunFolder, spec: ModelConfig | HFConfig | None, with_workers: bool) -> Shifts:
+def shifts_of(config: RunConfig, folder: RunFolder, spec: ModelConfig | None, with_workers: bool) -> Shifts:
     """How a run's processes share devices. A shape that is not known shares none. Raises `StateError` if one that would
     take shifts cannot leave its device."""
     devices = shared_devices(config, spec, with_workers) if spec is not None else frozenset()

@@ -21,10 +21,10 @@ from shoal.launch.role_process import RoleUsage, own_use
 from shoal.launch.sizing import first_spec, learned_parameters_of
 from shoal.ledger.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
 from shoal.ledger.fault_rate import most_frequent_error
-from shoal.monitors.diagnosis import LearningSetup, diagnose
+from shoal.monitors.reward_diagnosis import LearningSetup, diagnose
 from shoal.protocol.messages import NodeState
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.runs.log import LogFollower
+from shoal.runs.log_follower import LogFollower
 from shoal.runs.run_status import RunStatus, names_apart, own_keys
 from shoal.terminal import as_called
 from shoal.views.terminal.end_screen import RunEnd
@@ -163,7 +163,7 @@ def _diagnosis(
 
 def influence_shares(workers: Sequence[NodeState], called: Mapping[str, str]) -> dict[str, float]:
     """Each worker's share of what the trainer learned from, by what it is called, see
-    `protocol.audit_selection.influence`."""
+    `protocol.audit_and_pay.influence`."""
     total = sum(node.influence for node in workers)
     return {called[node.key]: node.influence / total if total else 0.0 for node in workers}
 

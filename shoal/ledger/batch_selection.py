@@ -3,11 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from shoal.ledger.per_event_cache import once_per_event
-from shoal.ledger.records import BlockRecord, StreamRecord
-from shoal.ledger.state import State
+from shoal.ledger.state import State, once_per_event
+from shoal.ledger.state_records import BlockRecord, StreamRecord
 from shoal.protocol.algorithm_config import vine_of
-from shoal.protocol.branching import FIRST_BLOCK, continued_slot, is_continued
+from shoal.protocol.continuations import FIRST_BLOCK, continued_slot, is_continued
 from shoal.protocol.messages import Rules
 
 # --- What the next batch would take, and which blocks it waits for ---
@@ -145,7 +144,6 @@ def in_flight(state: State, stream: StreamRecord) -> Counter[str]:
 
 
 def _in_flight(state: State, stream: StreamRecord, *, continued: bool) -> Counter[str]:
-    """The same, with or without groups of continuations."""
     oldest, groups = max(0, stream.version - state.rules.max_staleness), Counter[str]()
     for version in range(oldest, len(stream.versions)):
         for number, block in stream.versions[version].blocks.items():

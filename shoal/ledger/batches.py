@@ -5,14 +5,14 @@ from msgspec import UNSET, UnsetType
 from shoal.ledger.batch_selection import blocks_in_the_way, first_by_slot, is_settled, next_members, usable
 from shoal.ledger.event import Body, Entry
 from shoal.ledger.fault_rate import FaultsRecord, GroupOutcome
-from shoal.ledger.records import SlotRecord, StreamRecord
 from shoal.ledger.state import State
-from shoal.protocol.audit_selection import influence
-from shoal.protocol.branching import is_continued_slot
+from shoal.ledger.state_records import SlotRecord, StreamRecord
+from shoal.protocol.audit_and_pay import influence
 from shoal.protocol.constants import MAIN_STREAM
+from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.encoding import float_sum
-from shoal.protocol.group_rewards import fault_indices, has_enough_rollouts, without_faults
 from shoal.protocol.messages import Faults, Message, StepRewards
+from shoal.protocol.reward_rules import fault_indices, has_enough_rollouts, without_faults
 
 # --- What becomes of slots, and the batches that the trainer learns from ---
 

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from shoal.protocol.constants import MAIN_STREAM, MAX_LEASE_BLOCKS
-from shoal.protocol.messages import AlarmEvidence, Join, Rotation, Verdict
+from shoal.protocol.messages import AdminRequest, Join, Rotation, Verdict
 
 
 @dataclass(frozen=True)
@@ -59,19 +58,13 @@ class LeaveRun:
 
 @dataclass(frozen=True)
 class Admin:
-    """The host's pause, resume, drain, kick, admit, quarantine or rate; `key` names the node where one is meant."""
+    """A request of the host, with one of the `ADMIN_ACTIONS`."""
 
     action: str
-    key: str
+    request: AdminRequest
     now: float
     created: int = 0
     """When the host signed it, seconds since the epoch; 0 if no signed request led to it."""
-    lr_factor: float | msgspec.UnsetType = msgspec.UNSET
-    """As in `RulesChanged`."""
-    evidence: AlarmEvidence | msgspec.UnsetType = msgspec.UNSET
-    """As in `RulesChanged`."""
-    also: tuple[str, ...] = ()
-    """Of `admit`: further keys."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""The two answers to a command that are not events: it is against the rules, or there is nothing to give yet.
-
-Raised by `rules/`, caught by the coordinator's HTTP calls and by the replay of decisions.
-"""
+"""The two answers to a command that are not events: it is against the rules, or there is nothing to give yet."""
 
 from shoal.errors import ShoalError
 

@@ -12,7 +12,7 @@ GENESIS = "0" * 64
 """`prev` of the first event."""
 
 Body = Message
-"""What an event says. Each file in `facts/` defines some."""
+"""What an event says."""
 
 
 class RawEvent(msgspec.Struct, frozen=True):

@@ -1,7 +1,6 @@
 """What a run remembers of environments that fail, and when that pauses the run.
 
-A record of the state, changed by `facts/` through its methods; `rules/run` asks it for a cause. recipes/one_file.py counts
-with it, too. Pure: it knows no state. Every rollout of a group counts once the group is accepted; a group with faults
+Every rollout of a group counts once the group is accepted; a group with faults
 counts only once they are confirmed, so that no single worker and no single validator of others can pause a run. What the
 host's own stage played and recorded is confirmed by any validator that no other can check.
 """
@@ -15,8 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.ledger.constants import Law
-from shoal.protocol.group_rewards import REPLY_REFUSED
 from shoal.protocol.messages import Faults
+from shoal.protocol.reward_rules import REPLY_REFUSED
 
 FAULTS = "environment faults: "
 """How the cause of such a pause begins."""
@@ -45,7 +44,7 @@ TOOK_TOO_LONG = "a call took too long, or ended its process"
 
 
 _NO_NUMBER = re.compile(r"Error: [^:]* is .{1,60}, not a (finite )?number")
-_STOPPED = re.compile(r"\)( of task \d+)?: (its process (was ended|ended with)|took longer than)")
+_STOPPED = re.compile(r"\)( of task \d+)?: (its process was ended|took longer than)")
 """Our own sentences in the texts of errors, whose other words are the environment's."""
 
 

@@ -44,14 +44,14 @@ from shoal.ledger.members import (
     refuse_replayed,
 )
 from shoal.ledger.pay import lapse_costs
-from shoal.ledger.per_event_cache import once_per_event
-from shoal.ledger.records import LeaseRecord, NodeRecord, StreamRecord
 from shoal.ledger.replay_context import LogPosition, PayContext, Table, Trigger
-from shoal.ledger.run import NO_SIGNAL, RulesChanged
-from shoal.ledger.state import State
-from shoal.protocol.branching import is_continued
+from shoal.ledger.run_events import NO_SIGNAL, RulesChanged
+from shoal.ledger.state import State, once_per_event
+from shoal.ledger.state_records import LeaseRecord, NodeRecord, StreamRecord
 from shoal.protocol.constants import COMPLETIONS, MAX_OPEN_LEASES
+from shoal.protocol.continuations import is_continued
 from shoal.protocol.message_sizes import most_lease_blocks
+from shoal.protocol.messages import AdminRequest
 from shoal.protocol.messages.responses import CreditLine
 from shoal.protocol.messages.run import kind_of
 
@@ -181,7 +181,6 @@ def close_stale_leases(state: State) -> list[Body]:
 
 
 def _overtaken(state: State, besides: set[str]) -> list[str]:
-    """Open leases all of whose blocks other workers have filled."""
     found = []
     for lease in (state.leases[name] for name in state.open_leases if name not in besides):
         blocks = state.stream_of(lease).versions[lease.version].blocks
@@ -298,13 +297,11 @@ def without_signal(state: State, stream: StreamRecord) -> str:
 
 
 def _others(state: State, member: NodeRecord) -> list[NodeRecord]:
-    """Workers besides this one that may get leases."""
     return [other for other in _workers(state) if other.key != member.key]
 
 
 @once_per_event
 def _workers(state: State) -> list[NodeRecord]:
-    """Workers that may get leases."""
     # guard: left-is-no-other
     workers = (other for other in state.members.values() if other.role == "worker" and not other.left)
     # guard: withheld-for-the-active
@@ -347,7 +344,6 @@ def _was_stopped_everywhere(state: State, member: NodeRecord, others: Sequence[N
 
 
 def _new_blocks(state: State, stream: StreamRecord, member: NodeRecord, asked: AskLease, room: int) -> list[int]:
-    """Blocks of the newest version that nobody was leased, as many as the worker's speed allows."""
     most = _most_blocks(state, member, asked, room // state.rules.block_groups)
     first = sum(not is_continued(block) for block in stream.versions[stream.version].blocks)
     if is_continued(first + most - 1):  # guard: numbers-do-not-meet
@@ -363,7 +359,6 @@ def _shared(state: State, member: NodeRecord, asked: AskLease, again: list[tuple
 
 
 def _most_blocks(state: State, member: NodeRecord, asked: AskLease, room: int, continued: bool = False) -> int:
-    """The most blocks that a worker is leased, if there is room for so many in all."""
     # guard: newcomer-gets-one-block
     most = 1 if member.standing == "new" else blocks_for_speed(state, member, asked.tokens_per_s, continued)
     workers = max(1, _num_good_workers(state))
@@ -418,7 +413,7 @@ def cause_of_lease_lapsed(body: LeaseLapsed, here: LogPosition) -> Trigger | Non
     if body.cause in ("deadline", *_HOST_HUNG):
         return Trigger(Tick(here.now, host_hung=_host_hung(here)))
     if body.cause == "kicked":
-        return Trigger(Admin("kick", worker, here.now, change_by_host(here).created))
+        return Trigger(Admin("kick", AdminRequest(worker), here.now, change_by_host(here).created))
     if body.cause == BY_HOST:
         return cause_of_quarantine_by_host(worker, here)
     if body.cause == "stopped":

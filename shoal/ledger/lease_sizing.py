@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from shoal.ledger.batch_selection import blocks_in_the_way, is_fresh
-from shoal.ledger.per_event_cache import once_per_event
-from shoal.ledger.records import BlockRecord, LeaseRecord, NodeRecord, StreamRecord
-from shoal.ledger.state import State
+from shoal.ledger.state import State, once_per_event
+from shoal.ledger.state_records import BlockRecord, LeaseRecord, NodeRecord, StreamRecord
 from shoal.protocol.algorithm_config import vine_of
-from shoal.protocol.branching import FIRST_BLOCK, is_continued, work_of_block
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
+from shoal.protocol.continuations import FIRST_BLOCK, is_continued, work_of_block
 from shoal.protocol.encoding import float_sum
 
 # --- How fast workers are, and so how many blocks a lease has, and until when ---
@@ -133,7 +132,6 @@ def _to_reassign(state: State, stream: StreamRecord, now: float, room: int) -> s
 
 
 def _late(state: State, stream: StreamRecord, now: float) -> Iterator[tuple[int, int]]:
-    """Blocks whose newest lease has passed its soft time."""
     for lease in (state.leases[name] for name in state.due_by(now, "soft", state.open_leases)):
         blocks = stream.versions[lease.version].blocks if is_fresh(state, stream, lease.version) else {}
         for number in lease.blocks if blocks else ():

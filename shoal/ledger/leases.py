@@ -6,10 +6,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shoal.ledger.event import Entry
-from shoal.ledger.records import BlockRecord, LeaseRecord, StopsRecord
 from shoal.ledger.state import State
-from shoal.protocol.branching import is_continued
+from shoal.ledger.state_records import BlockRecord, LeaseRecord
 from shoal.protocol.constants import MAIN_STREAM, MAX_LEASE_BLOCKS
+from shoal.protocol.continuations import is_continued
 from shoal.protocol.messages import Message
 
 
@@ -58,12 +58,7 @@ def apply_lease_granted(body: LeaseGranted, state: State, entry: Entry) -> None:
     member.leases, member.given = member.leases + 1, member.given + len(body.blocks)
     for number in body.blocks:
         block = stream.versions[body.version].blocks.setdefault(number, BlockRecord("leased", body.lease))
-        block.status = "leased" if block.status == "free" else block.status
-        block.lease, block.claims, block.holders = (
-            body.lease,
-            [*block.claims, body.lease],
-            [*block.holders, body.worker],
-        )
+        block.grant(body.lease, body.worker)
     stream.take(body.version, body.blocks)
 
 
@@ -73,7 +68,9 @@ def apply_lease_lapsed(body: LeaseLapsed, state: State, entry: Entry) -> None:
     lease.status = body.cause if body.cause in ("stale", "overtaken") else "lapsed"
     state.close(lease)
     if body.cause in LAPSES:  # guard: quarantine-is-no-lapse
-        _book_drop(state, lease, entry.time)
+        member.drop(entry.time)
+        for number in lease.blocks:
+            state.stream_of(lease).versions[lease.version].blocks[number].dropped_at = entry.time
     elif body.cause in ("stale", "host_hung"):  # guard: hung-costs-nothing
         member.stale += 1
     if body.cause in (*LAPSES, "overtaken"):
@@ -82,10 +79,7 @@ def apply_lease_lapsed(body: LeaseLapsed, state: State, entry: Entry) -> None:
     if body.cause == "overtaken" and not is_continued(lease.blocks[0]):  # guard: overtaken-is-slow
         member.pace_s = max(member.pace_s, (entry.time - lease.issued) / len(lease.blocks))
     if body.block in lease.blocks:  # guard: only-the-stopped-block-counts
-        block = state.stream_of(lease).versions[lease.version].blocks[body.block]
-        block.stopped = block.stopped or StopsRecord()
-        block.stopped.workers.append(member.key)
-        block.stopped.tasks = body.tasks or ""
+        state.stream_of(lease).versions[lease.version].blocks[body.block].stop(member.key, body.tasks or "")
     state.release(lease, lease.blocks, entry.time)
 
 
@@ -95,17 +89,6 @@ def _left_to_others(state: State, lease: LeaseRecord) -> int:
     made_by = [state.leases[blocks[number].lease] for number in lease.blocks if blocks[number].status == "done"]
     # guard: hurried-is-not-late
     return len(lease.blocks) - sum(other.issued < lease.soft for other in made_by)
-
-
-def _book_drop(state: State, lease: LeaseRecord, now: float) -> None:
-    """Leases that end at the same moment are one drop: a node that stops, or a coordinator that was down."""
-    member = state.members[lease.worker]
-    member.lapsed += 1
-    member.dropped += member.dropped == 0 or member.dropped_at != now  # guard: one-moment-one-drop
-    member.dropped_at = now
-    for number in lease.blocks:
-        block = state.stream_of(lease).versions[lease.version].blocks[number]
-        block.dropped_at = now
 
 
 EVENTS = {

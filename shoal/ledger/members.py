@@ -6,12 +6,12 @@ from shoal.ledger.commands import Admin, JoinRun, LeaveRun, Tick
 from shoal.ledger.errors import Refused
 from shoal.ledger.event import Body, Entry
 from shoal.ledger.leases import LeaseLapsed
-from shoal.ledger.records import NodeRecord, SubmissionRecord
 from shoal.ledger.replay_context import LogPosition, PayContext, Table, Trigger
-from shoal.ledger.run import RulesChanged
+from shoal.ledger.run_events import RulesChanged
 from shoal.ledger.state import State
+from shoal.ledger.state_records import NodeRecord, SubmissionRecord, TurnsRecord
 from shoal.protocol.constants import MAX_OPEN_LEASES
-from shoal.protocol.messages import Join, Message
+from shoal.protocol.messages import AdminRequest, Join, Message
 from shoal.protocol.messages.responses import CreditLine
 
 # --- Membership: nodes join, leave, are quarantined and come back; validators are found at fault ---
@@ -62,29 +62,21 @@ def apply_node_joined(body: NodeJoined, state: State, entry: Entry) -> None:
     facts = (body.role, body.name, body.implementation, body.dtype, body.device)
     if body.key in state.members:
         member = state.members[body.key]
-        if facts[2:] != (member.implementation, member.dtype, member.device):
-            member.valid_blocks = 0  # another engine has to prove itself first  # guard: new-engine-is-unproven
-        member.role, member.name, member.implementation, member.dtype, member.device = facts
-        member.rejoins_until = max(member.rejoins_until, entry.time) + state.law.rejoin_s
+        member.join_again(facts, max(member.rejoins_until, entry.time) + state.law.rejoin_s)
     else:
-        member = state.members[body.key] = NodeRecord(body.key, *facts)
-        member.turns.joined = entry.time
-    member.signed, member.left = body.created or member.signed, False
+        member = state.members[body.key] = NodeRecord(body.key, *facts, turns=TurnsRecord(joined=entry.time))
+    member.sign(body.created, left=False)
 
 
 def apply_node_left(body: NodeLeft, state: State, entry: Entry) -> None:
-    member = state.members[body.key]
-    member.signed, member.left = body.created or member.signed, True
+    state.members[body.key].sign(body.created, left=True)
 
 
 def apply_node_quarantined(body: NodeQuarantined, state: State, entry: Entry) -> None:
     member = state.members[body.node]
     state.forget(member.until, "quarantine", body.node)
-    member.standing, member.until, member.quarantined_for = "quarantined", body.until, body.submission
-    member.evidence = {}
+    member.quarantine(body.until, body.submission, body.cause)
     state.expect(body.until, "quarantine", body.node)
-    if not member.last_reason.startswith(body.cause):  # else a verdict has told it, with its figures
-        member.last_reason = body.cause
 
 
 def apply_node_restored(body: NodeRestored, state: State, entry: Entry) -> None:
@@ -224,7 +216,7 @@ def cause_of_quarantine_by_host(worker: str, here: LogPosition) -> Trigger | Non
     change = change_by_host(here)
     if change.quarantined != worker:  # guard: quarantine-has-a-cause
         return None
-    return Trigger(Admin("quarantine", worker, here.now, change.created, evidence=change.evidence))
+    return Trigger(Admin("quarantine", AdminRequest(worker, evidence=change.evidence), here.now, change.created))
 
 
 def cause_of_node_quarantined(body: NodeQuarantined, here: LogPosition) -> Trigger | None:

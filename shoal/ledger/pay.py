@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from shoal.ledger.event import Body, Entry
-from shoal.ledger.records import LeaseRecord, NodeRecord
 from shoal.ledger.replay_context import PayContext, Table
 from shoal.ledger.state import State
-from shoal.protocol.audit_selection import pay_of
+from shoal.ledger.state_records import LeaseRecord, NodeRecord
+from shoal.protocol.audit_and_pay import pay_of
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.messages import GroupVerdict, Message
 from shoal.protocol.messages.responses import CreditLine

@@ -1,6 +1,6 @@
 """A place in a log, as the rules look at it again: to say what caused an event, or what it meant for a node's pay.
 
-Each file in `rules/` has a `cause_of_x` for the events that something outside the log caused, and `lines_of_x` for those
+Each file of a subject has a `cause_of_x` for the events that something outside the log caused, and `lines_of_x` for those
 that touch pay. `log/check` and `log/pay_history` walk the log and call them.
 """
 

@@ -13,11 +13,12 @@ from shoal.ledger.leases import LeaseLapsed
 from shoal.ledger.members import quarantine_by_host, refuse_replayed, restore_served
 from shoal.ledger.pay import vest_all
 from shoal.ledger.replay_context import LogPosition, PayContext, Table, Trigger
-from shoal.ledger.run import NO_SIGNAL, Create, RulesChanged, RunCreated, RunEnded
+from shoal.ledger.run_events import NO_SIGNAL, Create, RulesChanged, RunCreated, RunEnded
 from shoal.ledger.state import State
 from shoal.ledger.verdict_decisions import end_overdue
 from shoal.ledger.versions import reveal_rest
-from shoal.protocol.messages import AlarmEvidence
+from shoal.protocol.constants import ADMIN_ACTIONS
+from shoal.protocol.messages import AdminRequest, AlarmEvidence
 from shoal.protocol.messages.responses import CreditLine
 from shoal.protocol.signing import is_public_key
 
@@ -40,26 +41,25 @@ def decide_admin(command: Admin, state: State) -> list[Body]:
     # One that changes nothing now could change something when it is sent again.
     *before, change = events or [RulesChanged()]  # guard: idle-admin-is-logged
     assert isinstance(change, RulesChanged), "the host's requests end with a change of the rules"
-    return [*before, msgspec.structs.replace(change, created=created, evidence=command.evidence)]
+    return [*before, msgspec.structs.replace(change, created=created, evidence=command.request.evidence)]
 
 
 def _of_the_host(command: Admin, state: State) -> list[Body]:
-    """What an admin call leads to; nothing if it would change nothing."""
-    action, key = command.action, command.key
-    if surplus := surplus_of(action, key, command.also, command.lr_factor):  # guard: admin-takes-no-more
+    action, request, key = command.action, command.request, command.request.node
+    if surplus := surplus_of(action, request):  # guard: admin-takes-no-more
         raise Refused("malformed", surplus)
     if action in PHASES:
-        cause = f"alarm: {command.evidence.cause}" if action == "pause" and command.evidence else ""
+        cause = f"alarm: {request.evidence.cause}" if action == "pause" and request.evidence else ""
         return [] if state.phase == PHASES[action] else [RulesChanged(phase=PHASES[action], cause=cause)]
     if action == "rate":
-        if not command.lr_factor:
+        if not request.lr_factor:
             raise Refused(
                 "malformed", "rate: say by which factor, from 0.01 to 1, as `shoal admin rate RUN --factor 0.5`"
             )
-        changes = command.lr_factor != state.main.lr_factor(len(state.main.batches))
-        return [RulesChanged(lr_factor=command.lr_factor)] if changes else []
+        changes = request.lr_factor != state.main.lr_factor(len(state.main.batches))
+        return [RulesChanged(lr_factor=request.lr_factor)] if changes else []
     if action == "admit":
-        keys = list(dict.fromkeys((key, *command.also)))
+        keys = list(dict.fromkeys((key, *request.also)))
         for one in keys:
             if not is_public_key(one):
                 raise Refused(
@@ -80,18 +80,19 @@ def _of_the_host(command: Admin, state: State) -> list[Body]:
             return []
         held = [LeaseLapsed(lease.id, "kicked") for lease in state.open_leases_of(node)]
         return [*held, RulesChanged(kicked=node)]
-    raise Refused("malformed", f"unknown action {action!r}: pause, resume, drain, kick, admit, quarantine or rate")
+    raise Refused("malformed", f"unknown action {action!r}: known are {', '.join(ADMIN_ACTIONS)}")
 
 
-def surplus_of(action: str, node: str, also: tuple[str, ...], lr_factor: float | msgspec.UnsetType) -> str:
+def surplus_of(action: str, request: AdminRequest) -> str:
     """What a host's request names that its action does not take, as one line; empty if nothing. Such a host means another
     action, and a run that drains for all ends for good."""
+    node = request.node
     if node and action not in ("kick", "admit", "quarantine"):
         effect = {"drain": "it ends the run for all", "rate": "it is the run's"}.get(action, "it is for the whole run")
         return f"{action} takes no node, and {node[:70]!r} was given: {effect}; see kick, quarantine"
-    if also and action != "admit":
+    if request.also and action != "admit":
         return f"{action} takes one node: type it once for each. Only admit takes several keys"
-    if lr_factor is not msgspec.UNSET and action != "rate":
+    if request.lr_factor is not msgspec.UNSET and action != "rate":
         return f"{action} takes no factor (--factor): only rate does"
     return ""
 
@@ -124,7 +125,7 @@ def decide_tick(command: Tick, state: State) -> list[Body]:
 
 
 def consequent_events(state: State) -> list[Body]:
-    """What the state alone demands next; empty if nothing. The book repeats it until it is empty."""
+    """What the state alone demands next; empty if nothing. `LogWriter` repeats it until it is empty."""
     if state.seq < 0 or state.main.version < 0:
         return []
     if state.phase == "ended":

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from shoal.ledger.records import LeaseRecord, StreamRecord
 from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, StreamRecord
 from shoal.ledger.task_difficulty import Records, SolvedGroup, apply_change, solve_rate, table_after
 from shoal.protocol import messages as t
-from shoal.protocol.branching import FIRST_BLOCK, is_continued, is_continued_slot, parent_slot
 from shoal.protocol.constants import CONTINUATIONS
-from shoal.protocol.group_rewards import without_faults
+from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot, parent_slot
 from shoal.protocol.messages.run import kind_of
+from shoal.protocol.reward_rules import without_faults
 from shoal.protocol.seed_chain import slot_seed, uniform
 from shoal.protocol.task_draws import DrawTable, EnvDraw, TaskList, draw_task
 
@@ -52,8 +52,6 @@ def table_of(state: State, stream: StreamRecord, version: int) -> DrawTable:
 
 
 # --- What the secret links of a version decide ---
-#
-# The seed, environment and task of each slot; audits, rechecks and turns.
 
 
 MOST_COUNTED = 8192

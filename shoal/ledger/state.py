@@ -1,18 +1,19 @@
-"""The state of a run: all records, and what follows from several of them. Only `facts/` changes it, event by event.
+"""The state of a run: all records, and what follows from several of them; changed event by event.
 
 A state is a value: two replays of one log give the same bytes, and `state_hash` shows it.
 """
 
+import functools
 from bisect import bisect_left, insort
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from shoal.ledger.constants import Law
 from shoal.ledger.event import GENESIS
 from shoal.ledger.fault_rate import FaultsRecord
-from shoal.ledger.records import LeaseRecord, NodeRecord, StreamRecord, SubmissionRecord
+from shoal.ledger.state_records import LeaseRecord, NodeRecord, StreamRecord, SubmissionRecord
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.messages import EnvSpec, Publishers, Rules, Sampling
@@ -180,3 +181,29 @@ class State(msgspec.Struct, dict=True):
 def state_hash(state: State) -> str:
     """SHA-256 over the canonical encoding of a state, hex."""
     return digest(to_json(msgspec.to_builtins(state, str_keys=True)))
+
+
+# --- values that follow from a state, computed once for each event ---
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def once_per_event(count: Callable[Concatenate[State, P], T]) -> Callable[Concatenate[State, P], T]:
+    """A function of a state, and perhaps of one of its streams, that is computed once for each event.
+
+    The value is kept beside the fields of the state, so it changes no hash. Callers must not change the value.
+    """
+    name = f"{count.__module__}.{count.__qualname__}"
+
+    @functools.wraps(count)
+    def remembered(state: State, *of: P.args, **none: P.kwargs) -> T:
+        key = " ".join([name, *(stream.name for stream in of)])  # type: ignore[attr-defined]
+        seq, value = state.__dict__.get(key, (None, None))
+        if seq != state.seq:  # guard: counted-once, counted-afresh
+            value = count(state, *of, **none)
+            state.__dict__[key] = (state.seq, value)
+        return value
+
+    return remembered

@@ -1,20 +1,19 @@
 """What a run is, how far it is, what it waits for, and its nodes, as messages of the wire: all follow from the state."""
 
+from msgspec import UNSET
+
 from shoal.humanize import duration
 from shoal.ledger.batch_selection import blocks_in_the_way, groups_in_flight, is_settled, next_members, usable
 from shoal.ledger.batches import groups_beyond_share
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
-from shoal.ledger.hints import (
-    ADMIT_REMEDY,
-    ALARM_REMEDY,
-    no_signal_remedy,
-)
 from shoal.ledger.lease_granting import without_signal
-from shoal.ledger.records import NodeRecord
-from shoal.ledger.run import NO_SIGNAL
+from shoal.ledger.remedies import ADMIT_REMEDY, ALARM_REMEDY, no_signal_remedy
+from shoal.ledger.run_events import NO_SIGNAL
 from shoal.ledger.state import State
+from shoal.ledger.state_records import NodeRecord
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_NODES, PROTOCOL_VERSION
+from shoal.protocol.continuations import continued_slot
 
 VERDICTS = "validators: "
 """How a wait for verdicts begins."""
@@ -36,7 +35,7 @@ def run_info_of(state: State) -> t.RunInfo:
 
 def status_of(state: State, now: float) -> t.Status:
     """How far a run is, and what it waits for since its newest event."""
-    waits, main = waiting_for(state), state.main
+    (waits, remedy), main = awaited(state), state.main
     on = waits.partition(":")[0].split()[-1]
     return t.Status(
         name=state.name, phase=state.phase, version=main.version, steps=state.rules.steps, accepted=state.accepted_groups,
@@ -45,17 +44,17 @@ def status_of(state: State, now: float) -> t.Status:
         flat_reward=main.mean_flat_reward, no_signal=without_signal(state, main), unbegun_groups=main.unbegun or 0,
         unbegun_cause=main.unbegun_cause or "", pause_cause=state.pause_cause, lr_factor=main.lr_factor(len(main.batches)),
         unjoined=tuple(key for key in state.validators if key not in state.members)[-MAX_NODES:], waiting_on=on,
+        remedy=remedy,
     )  # fmt: skip
 
 
-def waiting_for(state: State) -> str:
-    """Who or what the run waits for, as text; of workers also how many cannot work now."""
-    awaited = _awaited(state)
-    return f"{awaited}{_out_of_work(state)}" if "workers" in awaited.partition(":")[0] else awaited
+def awaited(state: State) -> tuple[str, str]:
+    """Who or what the run waits for, as text, of workers also how many cannot work now; and what the host may do."""
+    cause, remedy = _paused(state) if state.phase == "paused" else _awaited(state)
+    return f"{cause}{_out_of_work(state)}" if "workers" in cause.partition(":")[0] else cause, remedy
 
 
 def _out_of_work(state: State) -> str:
-    """What is said of workers that get no leases now, if there are any."""
     workers = [node for node in state.members.values() if node.role == "worker"]
     here = [node for node in workers if not node.left and node.standing != "kicked"]
     if workers and not here:
@@ -78,29 +77,38 @@ def waiting_after_lapses(state: State, now: float) -> str:
     )
 
 
-def _awaited(state: State) -> str:
+def _paused(state: State) -> tuple[str, str]:
+    """The cause of a pause, and what the host may do."""
+    cause, main = state.pause_cause, state.main
+    if cause.startswith(FAULTS):
+        return f"the host: {cause}", fault_remedy(cause)
+    if cause not in ("", NO_SIGNAL):
+        return f"the host: the {cause} paused the run, as its run file says", ALARM_REMEDY
+    if flat := without_signal(state, main):
+        return f"the host: {flat}", no_signal_remedy(main.flat, main.unbegun or 0, main.unbegun_cause or "")
+    return "the host: the run is paused", ""
+
+
+def _awaited(state: State) -> tuple[str, str]:
+    """The same of a run that is not paused."""
     if state.phase == "ended":
-        return f"{VERDICTS}{_to_judge(state)}" if state.pending else "nothing: the run has ended"
-    if state.phase == "paused" and state.pause_cause.startswith(FAULTS):
-        return f"the host: {state.pause_cause}. {fault_remedy(state.pause_cause)}"
-    if state.phase == "paused" and state.pause_cause not in ("", NO_SIGNAL):
-        why = f"the {state.pause_cause} paused the run, as its run file says"
-        return f"the host: {why}. {ALARM_REMEDY}"
-    if state.phase == "paused" and (flat := without_signal(state, state.main)):
-        stream = state.main
-        return f"the host: {flat}. {no_signal_remedy(stream.flat, stream.unbegun or 0, stream.unbegun_cause or '')}"
-    if state.phase == "paused":
-        return "the host: the run is paused"
+        return f"{VERDICTS}{_to_judge(state)}" if state.pending else "nothing: the run has ended", ""
     if state.main.version < 0:
-        return "the trainer: the first version"
+        return "the trainer: the first version", ""
     if state.main.version in state.main.batches:
-        return "the trainer: the next step"
+        return "the trainer: the next step", ""
     need, have = state.rules.batch_groups, len(next_members(state, state.main))
     if state.pending:
-        judged = f"{have} of {need} groups for the next step"
-        if not state.validators:
-            return f"the host: {_to_judge(state)} ({judged}), and no validator is admitted. {ADMIT_REMEDY}"
-        return f"{VERDICTS}{_to_judge(state)} ({judged})"
+        judged = f"{_to_judge(state)} ({have} of {need} groups for the next step)"
+        if state.validators:
+            return f"{VERDICTS}{judged}", ""
+        return f"the host: {judged}, and no validator is admitted", ADMIT_REMEDY
+    return _awaited_of_workers(state, have), ""
+
+
+def _awaited_of_workers(state: State, have: int) -> str:
+    """What workers have to do before the next step, for which so many groups are there."""
+    need = state.rules.batch_groups
     if state.phase == "draining":
         out = len(state.open_leases)
         return f"workers: {out} lease{'s' if out != 1 else ''} to finish, then the run ends"
@@ -135,3 +143,21 @@ def node_state(node: NodeRecord) -> t.NodeState:
         last_reason=node.last_reason, vested=node.vested, leases=node.leases, influence=node.influence,
         stale=node.stale, left=node.left, given=node.given, unfilled=node.unfilled,
     )  # fmt: skip
+
+
+def batch_of(state: State, step: int) -> t.Batch | None:
+    """The batch of a step as the trainer reads it, or None before it is formed."""
+    if step not in state.main.batches:
+        return None
+    members = []
+    for version, number in state.main.batches[step]:
+        slots = state.main.versions[version].slots
+        slot, continued = slots[number], slots.get(continued_slot(number, state.rules.block_groups))
+        rewards = continued.rewards if continued is not None else ()
+        place = version, number, slot.submission, slot.index
+        failed = (continued.faults or ()) if continued is not None else ()
+        members.append(
+            t.BatchGroup(*place, slot.digest, slot.rewards, rewards, slot.steps or (), slot.faults or (), failed)
+        )
+    factor = state.main.lr_factor(step)
+    return t.Batch(step, tuple(members), lr_factor=UNSET if factor == 1.0 else factor)

@@ -6,19 +6,17 @@ from shoal.ledger.commands import Submit
 from shoal.ledger.errors import Refused
 from shoal.ledger.event import Body, Entry
 from shoal.ledger.members import member_as
-from shoal.ledger.records import LeaseRecord, NodeRecord, SubmissionRecord
 from shoal.ledger.replay_context import LogPosition, Table, Trigger
 from shoal.ledger.slot_draws import audit_draws, turn_draws, turns
 from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, NodeRecord, SubmissionRecord
 from shoal.ledger.validator_turns import by_speed
-from shoal.protocol.audit_selection import influence
-from shoal.protocol.branching import is_continued, parent_slot
+from shoal.protocol.audit_and_pay import influence
 from shoal.protocol.constants import BODY_WINDOW_BYTES, BODY_WINDOW_S, BOOKED_WITHIN_S
+from shoal.protocol.continuations import is_continued, parent_slot
 from shoal.protocol.messages import Message
 
 # --- Submissions ---
-#
-# A worker fills a lease, and the draws that say how closely it is looked at.
 
 
 class SubmissionReceived(Message, frozen=True):
@@ -41,7 +39,7 @@ class AuditDrawn(Message, frozen=True):
     submission: str
     slots: tuple[int, ...]
     """Drawn for audit. Influence and pay, which the groups show, may add more, see
-    `protocol.audit_selection.must_audit`."""
+    `protocol.audit_and_pay.must_audit`."""
     rate: float = 1.0
     draws: tuple[float, ...] = ()
     """One for each group, in [0, 1)."""
@@ -90,7 +88,7 @@ def _measure_pace(member: NodeRecord, lease: LeaseRecord, now: float) -> None:
     continuations take depends on how many there are, so they say nothing of a worker's usual speed."""
     took_s = (now - max(lease.issued, member.sent_at)) / len(lease.blocks)
     if not is_continued(lease.blocks[0]):  # guard: pace-of-ordinary-blocks
-        member.pace_s = (member.pace_s + took_s) / 2 if member.pace_s else took_s
+        member.measure_pace(took_s)
     member.sent_at = now
 
 

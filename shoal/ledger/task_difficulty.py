@@ -72,12 +72,12 @@ def solve_rate(rewards: Sequence[float], solved: float) -> float:
 
 def change_after(groups: Sequence[SolvedGroup], envs: DrawTable, records: Records, rule: DifficultyRule) -> TableChange:
     """What the table changes after these groups, which are in the order of their slots. `envs` is the table of the run
-    file. The records are left as they are: `book` adds the groups to them."""
+    file. The records are left as they are: `add_groups` adds to them."""
     weights = _weights(groups, envs, records, rule) if rule.curriculum else {}
     return TableChange(weights, _moves(groups, envs, records, rule) if rule.pools else {})
 
 
-def book(
+def add_groups(
     groups: Sequence[SolvedGroup], change: TableChange, envs: DrawTable, records: Records, rule: DifficultyRule
 ) -> None:
     """Add groups and a change to the records, in place. Raises `ValueError` for a change that no rules give."""
@@ -157,7 +157,6 @@ def _smoothed(record: SolvedRecord, solve_rates: Iterable[float], rule: Difficul
 
 
 def _streaks(record: SolvedRecord, groups: Sequence[SolvedGroup]) -> dict[int, int]:
-    """How many groups in a row are solved whole, of the tasks of these groups."""
     streaks: dict[int, int] = {}
     for group in groups:
         before = streaks.get(group.task, record.streaks.get(group.task, 0))
@@ -190,6 +189,5 @@ def _moves(
 
 
 def _left(envs: DrawTable, records: Mapping[str, SolvedRecord]) -> int:
-    """Tasks that are not retired."""
     retired = (pool == RETIRED for record in records.values() for pool in record.pools.values())
     return sum(env.num_tasks for env in envs) - sum(retired)

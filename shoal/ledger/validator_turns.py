@@ -11,12 +11,8 @@ validator that misses turns, or takes longer than that, is skipped for a while. 
 from collections.abc import Mapping, Sequence
 
 from shoal.humanize import duration
-from shoal.ledger.per_event_cache import once_per_event
-from shoal.ledger.records import NodeRecord, SubmissionRecord
-from shoal.ledger.state import State
-
-CHECK_FADES = 0.98
-"""Each verdict multiplies the longest check before it by this: half of it is left after 34 verdicts."""
+from shoal.ledger.state import State, once_per_event
+from shoal.ledger.state_records import NodeRecord, SubmissionRecord
 
 MOST_OVERDUE = 32
 """Submissions, the oldest, among which validators that let their turn pass are looked for."""
@@ -92,20 +88,11 @@ def silent(state: State, now: float) -> set[str]:
     turns, only the former."""
     judges = state.judges()
     gone = {key for key in state.validators if key not in judges}
-    missing = {key for key in judges if _is_missing(state, state.members[key], now)}
+    turns = {key: state.members[key].turns for key in judges}
+    missing = {key for key, of in turns.items() if of.counted >= state.law.missed_turns and of.misses_count(now)}
     return gone | (
         missing if len(missing) < len(judges) else set()
     )  # guard: all-silent, left-is-skipped, gone-is-skipped
-
-
-def _is_missing(state: State, member: NodeRecord, now: float) -> bool:
-    return member.turns.counted >= state.law.missed_turns and misses_count(member, now)
-
-
-def misses_count(member: NodeRecord, now: float) -> bool:
-    """Whether the turns that a validator missed still count: for a while, and until it sends a verdict."""
-    # guard: verdicts-excuse-nothing, silent-until-heard
-    return now < member.turns.counts_until or member.turns.voted < member.turns.missed_at
 
 
 def absent(state: State, now: float) -> str:
@@ -150,7 +137,6 @@ def _silence_s(
     state: State, key: str, submission: SubmissionRecord, skipped: set[str], now: float, since: float,
     entered: Mapping[str, float],
 ) -> float:  # fmt: skip
-    """For how long a validator has owed a verdict on a submission; 0 if it does not."""
     if key in submission.verdicts:
         return 0.0
     member, ahead = state.members[key], submission.ahead_of(key, skipped)

@@ -2,8 +2,8 @@
 
 The way of a submission: a first verdict that accepts decides, and the work is paid; a drawn share is judged again
 afterwards. If the first verdict refuses, or calls a slot void, another validator is asked. Two that agree decide, a third
-is asked if they differ, and what nobody can settle ends without pay and without penalty. `verdict_tally` counts; this file
-turns what it finds into events. A slash takes all pay that has not vested.
+is asked if they differ, and what nobody can settle ends without pay and without penalty. `verdict_majority` counts; this
+file turns what it finds into events. A slash takes all pay that has not vested.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,21 +16,21 @@ from shoal.ledger.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
 from shoal.ledger.commands import SubmitVerdict, Tick
 from shoal.ledger.errors import Refused
 from shoal.ledger.event import Body
-from shoal.ledger.group_signal import teaches
+from shoal.ledger.group_advantages import teaches
 from shoal.ledger.members import NodeRestored, ValidatorFault, member_as, quarantine
 from shoal.ledger.pay import Credit, Slash, debt_costs, recheck_rate, refusal_costs, stake_entries, vest
-from shoal.ledger.records import LeaseRecord, NodeRecord, SubmissionRecord
 from shoal.ledger.replay_context import LogPosition, PayContext, Table, Trigger
 from shoal.ledger.slot_draws import recheck_draw
 from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, NodeRecord, SubmissionRecord
 from shoal.ledger.validator_turns import in_order, may_judge, silent, turn_begins
-from shoal.ledger.verdict_tally import PROMPT, VerdictTally, refuse_malformed, tally_verdicts
+from shoal.ledger.verdict_majority import PROMPT, VerdictTally, refuse_malformed, tally_verdicts
 from shoal.ledger.verdicts import Decision, Rechecked, VerdictGiven, evidence_after
-from shoal.protocol.audit_selection import REPLAY, pay_of
-from shoal.protocol.branching import is_continued_slot
-from shoal.protocol.group_rewards import fault_indices, fault_key
+from shoal.protocol.audit_and_pay import REPLAY, pay_of
+from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.messages import GroupVerdict, Verdict
 from shoal.protocol.messages.responses import CreditLine
+from shoal.protocol.reward_rules import fault_indices, fault_key
 
 
 def decide_judge(command: SubmitVerdict, state: State) -> list[Body]:
@@ -169,7 +169,6 @@ def _without_turn(state: State, names: list[str], now: float) -> list[str]:
 
 
 def _is_rechecked(state: State, lease: LeaseRecord, command: SubmitVerdict) -> bool:
-    """Whether a recheck of what a validator accepts is drawn, and another validator can make it."""
     rate = recheck_rate(state, state.members[lease.worker], command.verdict.groups)
     skipped = silent(state, command.now) & {*state.judges()}  # those that left may come back at any moment
     others = {*state.panel()} - {command.key} - skipped  # guard: left-may-recheck
@@ -180,7 +179,6 @@ def _is_rechecked(state: State, lease: LeaseRecord, command: SubmitVerdict) -> b
 
 
 def _more(state: State, verdicts: dict[str, tuple[GroupVerdict, ...]]) -> bool:
-    """Whether another verdict can come."""
     return len(verdicts) < state.law.most_verdicts and any(
         key not in verdicts for key in state.panel()
     )  # guard: left-may-judge
@@ -202,7 +200,6 @@ def _failure(state: State, lease: LeaseRecord, submission: SubmissionRecord, com
 
 
 def _is_at_large(state: State, lease: LeaseRecord, submission: SubmissionRecord) -> bool:
-    """Whether the first verdict on a submission did not quarantine its worker."""
     return state.members[lease.worker].quarantined_for != submission.digest
 
 

@@ -1,12 +1,11 @@
 """Verdicts of validators on submissions, and the decisions that they add up to."""
 
-from shoal.algos.logprob_evidence import grown
-from shoal.algos.sampling_evidence import EvidenceFigures, SamplingEvidence, update
+from shoal.algos.sampling_evidence import EvidenceFigures, SamplingEvidence, grown, update
 from shoal.ledger.event import Entry
-from shoal.ledger.records import LeaseRecord, NodeRecord, SubmissionRecord
 from shoal.ledger.state import State
-from shoal.ledger.validator_turns import CHECK_FADES, idle_since, misses_count, silent, slack_s, turn_begins, turn_s
-from shoal.protocol.branching import is_continued
+from shoal.ledger.state_records import LeaseRecord, NodeRecord, SubmissionRecord
+from shoal.ledger.validator_turns import idle_since, silent, slack_s, turn_begins, turn_s
+from shoal.protocol.continuations import is_continued
 from shoal.protocol.messages import GroupVerdict, Message
 from shoal.protocol.tolerances import bounds_for
 
@@ -65,23 +64,16 @@ def apply_verdict_given(body: VerdictGiven, state: State, entry: Entry) -> None:
 def _book_turns(state: State, submission: SubmissionRecord, judge: str, now: float) -> None:
     """Validators whose turn came before this one's missed it, and this one was late if it took longer than a turn."""
     ahead, slack = submission.ahead_of(judge, silent(state, now)), slack_s(state)
+    counts_s = state.law.missed_counts_turns * turn_s(state)
     for place, member in enumerate(state.members[key] for key in ahead):
         idle = idle_since(member, submission, turn_begins(state, submission, ahead[:place]))
         if idle >= member.turns.missed_at:  # guard: passed-together-count-once
-            _miss_turn(state, member, now)  # guard: passed-is-missed
+            member.turns.miss(now, counts_s)  # guard: passed-is-missed
     turns, begun = state.members[judge].turns, turn_begins(state, submission, ahead)
     took_s = now - max(begun, turns.voted, turns.joined)  # guard: waits-before-a-join-are-no-check
     if took_s > slack:  # guard: late-is-missed
-        _miss_turn(state, state.members[judge], now)
-    turns.voted, turns.voted_on = now, submission.seq
-    turns.check_s = max(min(took_s, slack), CHECK_FADES * turns.check_s)
-
-
-def _miss_turn(state: State, member: NodeRecord, now: float) -> None:
-    turns = member.turns
-    turns.counted = turns.counted + 1 if misses_count(member, now) else 1
-    turns.missed, turns.missed_at = turns.missed + 1, now
-    turns.counts_until = now + state.law.missed_counts_turns * turn_s(state)
+        turns.miss(now, counts_s)
+    turns.vote(now, submission.seq, min(took_s, slack))
 
 
 def evidence_after(
@@ -108,8 +100,7 @@ def apply_decision(body: Decision, state: State, entry: Entry) -> None:
     lease.status = "decided"
     stream = state.stream_of(lease)
     for number in body.accepted:
-        block = stream.versions[lease.version].blocks[number]
-        block.status, block.lease, block.claims = "done", lease.id, []
+        stream.versions[lease.version].blocks[number].fill(lease.id)
     state.release(lease, body.refused, entry.time)
     member = state.members[lease.worker]
     for check, groups in _refused_groups(state, lease, submission, body).items():
@@ -142,7 +133,6 @@ def _made(state: State, submission: SubmissionRecord, body: Decision) -> list[in
 
 
 def _has_hard(state: State, lease: LeaseRecord, submission: SubmissionRecord, blocks: tuple[int, ...]) -> bool:
-    """Whether some validator found a forgery in one of these blocks."""
     size = state.rules.block_groups
     found = (
         lease.blocks[index // size]
@@ -154,7 +144,6 @@ def _has_hard(state: State, lease: LeaseRecord, submission: SubmissionRecord, bl
 
 
 def _end_judgement(state: State, submission: SubmissionRecord) -> None:
-    """No verdict can follow."""
     submission.verdicts = {}
     state.forget(submission.judged_at, "judged", submission.digest)
 

@@ -3,19 +3,17 @@
 from collections.abc import Iterator
 
 from shoal.ledger.commands import Publish, Rotate, Tick
+from shoal.ledger.draw_table_changes import PoolsChanged, change_pools
 from shoal.ledger.errors import Refused
 from shoal.ledger.event import Body, Entry
-from shoal.ledger.pools import PoolsChanged, change_pools
-from shoal.ledger.records import StreamRecord, VersionRecord
 from shoal.ledger.replay_context import LogPosition, Table, Trigger
 from shoal.ledger.state import State
+from shoal.ledger.state_records import StreamRecord, VersionRecord
 from shoal.protocol.constants import MAIN_STREAM, SIGNATURE_WINDOW_S
 from shoal.protocol.host_signatures import flaw_of_next
 from shoal.protocol.messages import Message, Publishers, Rotation
 
 # --- Policy versions ---
-#
-# Published by the trainer, and their secret links revealed once they are retired; and who publishes.
 
 
 class CheckpointPublished(Message, frozen=True):

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shoal.errors import StateError, cause_of, remedy_of
 from shoal.models import lora_config
 from shoal.models.config import HEAD, ModelConfig, merged_generation_config, write_json
-from shoal.models.hf_config import HFConfig, read_config
+from shoal.models.hf_config import read_config
 from shoal.models.load_tensors import demand_floats, demand_same_shapes, fill_all, without_scales
-from shoal.models.nf4_config import demand_coded, has_codes, is_coded
-from shoal.models.safetensors_header import ITEM_BYTES, StoredTensor, find_whole, read_header
+from shoal.models.nf4_layout import demand_coded, has_codes, is_coded
+from shoal.models.safetensors_header import StoredTensor, find_whole, read_header
+from shoal.models.transformer_config import TransformerConfig
 from shoal.run_folder import replaced_folder
 
 if TYPE_CHECKING:
@@ -55,12 +53,12 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     from shoal.models.nf4_checkpoint import load_coded
     from shoal.models.transformer import Transformer
 
-    spec = ModelConfig.from_directory(directory)
+    spec = TransformerConfig.from_directory(directory)
     stored = _needed(find_tensors(directory), spec)
     if has_codes(stored):
         model = load_coded(spec, stored, directory, dtype or torch.float32)
     else:
-        spec, stored, scales = _with_scales(directory)
+        stored, scales = _without_scales(stored, spec, directory)
         model = Transformer(spec, dtype or torch.float32)
         parameters = dict(model.named_parameters())
         fill_all(parameters, stored, directory)
@@ -74,42 +72,44 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     return model
 
 
-def policy_tensors(directory: Path) -> tuple[ModelConfig, dict[str, StoredTensor]]:
+def policy_tensors(directory: Path) -> tuple[TransformerConfig, dict[str, StoredTensor]]:
     """What a checkpoint directory says of its policy, and where its tensors are by the names of `Transformer`.
 
-    Raises `StateError` if a file is damaged or hostile, if the tensors do not match the config, or if they are int8.
+    Raises `StateError` if a file is damaged or hostile, if the tensors do not match the config, or if they are codes.
     """
-    spec, stored, _ = _with_scales(directory)
-    demand_floats(stored, directory)
-    return spec, stored
-
-
-def _with_scales(directory: Path) -> tuple[ModelConfig, dict[str, StoredTensor], dict[str, StoredTensor]]:
-    """As `policy_tensors`; and where the scales of tensors in int8 are."""
-    spec = ModelConfig.from_directory(directory)
-    found = _needed(find_tensors(directory), spec)
-    if has_codes(found):  # guard: nf4-only-where-read
+    spec = TransformerConfig.from_directory(directory)
+    stored = _needed(find_tensors(directory), spec)
+    if has_codes(stored):  # guard: nf4-only-where-read
         raise StateError(
             f"{directory}: its layers are in NF4, which only shoal's own engine and trainer read: use the model in full "
             "precision, or join without --engine"
         )
-    stored, scales = without_scales(found, directory)
+    stored, _ = _without_scales(stored, spec, directory)
+    demand_floats(stored, directory)
+    return spec, stored
+
+
+def _without_scales(
+    stored: dict[str, StoredTensor], spec: ModelConfig, directory: Path
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """As `without_scales`, of tensors that match the config. Raises `StateError` for others."""
+    stored, scales = without_scales(stored, directory)
     demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate too much
-    return spec, stored, scales
+    return stored, scales
 
 
-def demand_weights(directory: Path, spec: ModelConfig | HFConfig) -> dict[str, StoredTensor]:
+def demand_weights(directory: Path, spec: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint directory, after the checks of loading that need no values, and no torch. Raises
     `StateError`. Of another architecture, only transformers knows the names."""
     stored = find_tensors(directory)
-    if not isinstance(spec, ModelConfig):
+    if not spec.tensor_shapes():
         demand_floats(stored, directory)
         return stored
     stored = _needed(stored, spec)
     if has_codes(stored):
         demand_coded(stored, spec, directory)
     else:
-        demand_same_shapes(without_scales(stored, directory)[0], spec.tensor_shapes(), directory)
+        _without_scales(stored, spec, directory)
     return stored
 
 
@@ -145,33 +145,8 @@ def read_tensors(directory: Path, dtype: "torch.dtype") -> "dict[str, torch.Tens
 
 
 @dataclass(frozen=True)
-class MappedTensor:
-    """A tensor in its file: what safetensors calls its dtype, and its values as integers of the same bits."""
-
-    dtype: str
-    codes: NDArray[Any]
-
-
-def map_policy(directory: Path, spec: ModelConfig) -> dict[str, MappedTensor]:
-    """The tensors of a checkpoint directory by the names of `Transformer`, mapped into memory and not read.
-
-    Raises `StateError` if a file is damaged or hostile, or if this is not a policy of this shape.
-    """
-    found, stored = policy_tensors(directory)
-    if found != spec:
-        raise StateError(f"{directory} holds a policy of another shape")
-    maps = {file: np.asarray(np.memmap(file, np.uint8, "r")) for file in {one.file for one in stored.values()}}
-    return {
-        name: MappedTensor(
-            one.dtype, maps[one.file][one.start : one.end].view(f"<i{ITEM_BYTES[one.dtype]}").reshape(one.shape)
-        )
-        for name, one in stored.items()
-    }
-
-
-@dataclass(frozen=True)
 class WeightSnapshot:
-    """A `policy.base.Published` whose tensors are in its dtype (float32 for int8), and which a model no longer changes."""
+    """A `Published` whose tensors are in its dtype (float32 for int8), and which a model no longer changes."""
 
     dtype: str
     tensors: "dict[str, torch.Tensor]"

@@ -1,29 +1,18 @@
-"""The shape of a policy: reads a HuggingFace `config.json` strictly, and writes it.
+"""What everything but the model itself knows of a policy: its config as a protocol, and what both kinds of config share.
 
-Light: it imports no torch, and of weights it reads at most the embedding and the head, if both are stored though the config
-says that they are one. It knows four architectures, which differ in two switches: Llama and Mistral (neither), Qwen2 (bias
-on q, k, v), Qwen3 (a norm on each head's query and key).
+Light: no torch. `transformer_config` has the config of the models that shoal computes, `hf_config` that of all others.
 """
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from shoal.errors import StateError
-from shoal.models.rope import KINDS, NEEDED, RopeScaling, scaling_of
-from shoal.models.safetensors_header import decode_strictly, differ_in_files, read_capped
-from shoal.protocol.constants import MAX_JSON_BYTES, MAX_TENSORS
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""The family, as in the run file and in `model_type`, and the class name that `transformers` looks for."""
+from shoal.models.safetensors_header import decode_strictly, read_capped
+from shoal.protocol.constants import MAX_JSON_BYTES
 
 LARGEST = 1 << 24
 """Upper limit for each number of a policy's shape."""
@@ -31,205 +20,95 @@ LARGEST = 1 << 24
 NO_CONFIG = "is not a model's config"
 """The fault of a `config.json` that is none."""
 
-AUTO_REMEDY = 'Choose another model, or set policy.implementation = "auto", which takes what transformers computes'
-"""What to do about a model that our own code does not compute."""
-
-
-class UnsupportedModel(StateError):
-    """A model that our own code does not compute."""
-
-    def __init__(self, cause: str, remedy: str = AUTO_REMEDY) -> None:
-        super().__init__(f"{cause}. {remedy}")
-        self.cause = cause
-
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The matrices of a layer, which an adapter may change."""
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a decoder-only transformer, and its special token ids."""
+Feature = Literal["adapters", "nf4"]
+"""What shoal computes for some models only."""
 
-    family: str
-    """llama, mistral, qwen2 or qwen3."""
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_width: int
-    vocab_size: int
-    max_positions: int
-    """Longest sequence, in tokens."""
-    rope_theta: float
-    norm_eps: float
-    tied: bool
-    """The output head shares the embedding: the config says so, and the files hold no head of other values."""
-    eos_ids: tuple[int, ...]
-    """Tokens that end a text. The first is the main one."""
-    pad_id: int | None = None
-    """The token whose embedding learns nothing as an input, as in `transformers`. Below 0 it counts from the last one."""
-    bos_id: int | None = None
-    rope_scaling: RopeScaling | None = None
-    """How the rotation is scaled for longer texts; None for the plain one."""
-    turn_ends: tuple[int, ...] = ()
-    """Tokens that end a turn, as `generation_config.json` names them; empty if that is missing or names `eos_ids`."""
+
+class ModelConfig(Protocol):
+    """The config of a policy: what it reads and writes, and the numbers from which its memory is reckoned. Those of an
+    architecture that only transformers knows are estimates from above."""
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether the query, key and value projections have a bias."""
-        return self.family == "qwen2"
+    def family(self) -> str:
+        """`model_type`, by which transformers knows the architecture."""
 
     @property
-    def qk_norm(self) -> bool:
-        """Whether each head's query and key pass through a norm."""
-        return self.family == "qwen3"
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence, in tokens."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text. The first is the main one."""
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """Tokens that end a turn, if they are others than `eos_ids`; else empty."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def mlp_width(self) -> int: ...
+
+    @property
+    def tied(self) -> bool:
+        """The output head shares the embedding."""
+
+    def supports(self, feature: Feature) -> bool:
+        """Whether shoal computes this for the model."""
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The name and shape of every tensor in a checkpoint of this policy."""
-        D, E = self.width, self.head_dim
-        queries, keys = self.heads * E, self.kv_heads * E
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (D,),
-            "self_attn.q_proj.weight": (queries, D),
-            "self_attn.k_proj.weight": (keys, D),
-            "self_attn.v_proj.weight": (keys, D),
-            "self_attn.o_proj.weight": (D, queries),
-            "post_attention_layernorm.weight": (D,),
-            "mlp.gate_proj.weight": (self.mlp_width, D),
-            "mlp.up_proj.weight": (self.mlp_width, D),
-            "mlp.down_proj.weight": (D, self.mlp_width),
-        }
-        if self.qkv_bias:
-            layer |= {
-                f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", queries), ("k", keys), ("v", keys))
-            }
-        if self.qk_norm:
-            layer |= {"self_attn.q_norm.weight": (E,), "self_attn.k_norm.weight": (E,)}
-        shapes: dict[str, tuple[int, ...]] = {
-            EMBEDDING: (self.vocab_size, D),
-            "model.norm.weight": (D,),
-        }
-        for index in range(self.layers):
-            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-        return shapes if self.tied else shapes | {HEAD: (self.vocab_size, D)}
+        """The name and shape of every tensor in a checkpoint; empty if only transformers knows them."""
 
-    @staticmethod
-    def from_directory(directory: Path) -> "ModelConfig":
-        """Read `config.json`. Raises `StateError` if it is missing, malformed or not a policy that we can run.
+    def layer_matrices(self) -> Mapping[str, tuple[int, ...]]:
+        """Those of `tensor_shapes` that are matrices of layers: what adapters change, and NF4 codes."""
 
-        As in `transformers`, a head that is stored with other values than the embedding is a head of its own, whatever
-        the config says.
-        """
-        path = Path(directory) / "config.json"
-        data = read_capped(path, MAX_JSON_BYTES)
-        family = decode_strictly(data, _Family, path, NO_CONFIG).model_type
-        if family not in ARCHITECTURES:  # which has other keys, and lacks some of ours
-            known = ", ".join(ARCHITECTURES)
-            raise UnsupportedModel(f"{path}: model_type is {family[:40]!r}; known: {known}")
-        config = decode_strictly(data, _HfConfig, path, NO_CONFIG)
-        spec = _from_hf(config, turn_ends_of(Path(directory) / "generation_config.json", config.vocab_size), path)
-        if spec.tied:
-            return replace(spec, tied=not differ_in_files(Path(directory), EMBEDDING, HEAD))
-        return spec
+    def num_parameters(self) -> int:
+        """All weights."""
 
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` with which `transformers` opens this policy."""
-        config: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[self.family]],
-            "model_type": self.family,
-            "hidden_size": self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.mlp_width,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_positions,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": self._rope_to_hf(),
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tied,
-            "hidden_act": "silu",
-            "attention_dropout": 0.0,
-            "initializer_range": 0.02,
-            "use_cache": True,
-            "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids),
-            "pad_token_id": self.pad_id,
-            "bos_token_id": self.bos_id,
-        }
-        if self.family == "llama":
-            config |= {"attention_bias": False, "mlp_bias": False}
-        elif self.family == "mistral":
-            config |= {"sliding_window": None}
-        else:
-            config |= {"use_sliding_window": False}
-        if self.family == "qwen3":
-            config |= {"attention_bias": False}
-        if self.rope_scaling is not None:  # programs older than transformers 5 read it here
-            config |= {"rope_scaling": self._rope_to_hf()}
-        return config
+    def layer_parameters(self) -> int:
+        """The weights of one layer."""
 
-    def generation_to_hf(self) -> dict[str, Any]:
-        """The `generation_config.json` beside it, if the model that it began from has none."""
-        config = self.to_hf() | ({"eos_token_id": list(self.turn_ends)} if self.turn_ends else {})
-        if (self.pad_id or 0) < 0:  # no token to pad with
-            config["pad_token_id"] = None
-        return {"do_sample": True, "temperature": 1.0} | {
-            key: config[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id") if config[key] is not None
-        }
+    def adapter_parameters(self, rank: int, targets: Sequence[str] = TARGETS) -> int:
+        """The weights of a low-rank adapter (arXiv:2106.09685) of these matrices in every layer."""
 
-    def _rope_to_hf(self) -> dict[str, Any]:
-        kind = self.rope_scaling.kind if self.rope_scaling else "default"
-        scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}
-        return {"rope_type": kind, "rope_theta": self.rope_theta} | scaling
+    def largest_tensor(self) -> int:
+        """Values of the largest tensor."""
+
+    def kv_bytes_per_token(self, item_bytes: int) -> int:
+        """Keys and values that a cache holds of one token, of so many bytes each."""
+
+    def layer_activations(self) -> int:
+        """Numbers that one layer makes of one token and that its backward pass needs."""
+
+    def forward_activations(self) -> int:
+        """Numbers that one layer makes of one token without gradients, at most, with the copies between them."""
+
+    def arranged_values(self) -> int:
+        """Numbers of one layer's weights in the copies that a pass with gradients makes."""
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a small file of a checkpoint, readable and always with the same bytes."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
-
-
-class _Family(msgspec.Struct):
-    """The key of a `config.json` that decides which other keys there are."""
-
-    model_type: str
-
-
-class _HfConfig(msgspec.Struct):
-    """The keys of a `config.json` that decide what the model computes. Other keys are ignored."""
-
-    model_type: str
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    tie_word_embeddings: bool = False
-    hidden_act: str = "silu"
-    rope_theta: float | None = 10000.0
-    """`transformers` takes null for no number, and cannot run the model."""
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
-    original_max_position_embeddings: int | None = None
-    partial_rotary_factor: float | None = None
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: int | None = -1
-    """A Mistral without this key has one."""
-    layer_types: list[str] | None = None
-    is_causal: Any = True
-    per_layer_config: Any = None
-    text_config: Any = None
-    quantization_config: dict[str, Any] | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
 
 
 class _Generation(msgspec.Struct):
@@ -242,7 +121,7 @@ def turn_ends_of(path: Path, vocab_size: int) -> tuple[int, ...]:
     """The end tokens of a `generation_config.json`; none if there is no such file. Raises `StateError`."""
     if not path.exists():
         return ()
-    ids = _ids(decode_strictly(read_capped(path, MAX_JSON_BYTES), _Generation, path).eos_token_id)
+    ids = ids_of(decode_strictly(read_capped(path, MAX_JSON_BYTES), _Generation, path).eos_token_id)
     if fault := token_id_fault(ids, vocab_size):
         raise StateError(f"{path}: eos_token_id = {[*ids]}: {fault}. Choose another model, or fix the file")
     return ids
@@ -252,7 +131,7 @@ def merged_generation_config(path: Path, ends: int | list[int] | None) -> bytes:
     """A `generation_config.json` as it is, but for end tokens: if it names others than `ends`, those take their place.
     Raises `StateError`."""
     data = read_capped(path, MAX_JSON_BYTES)
-    if _ids(decode_strictly(data, _Generation, path).eos_token_id) == _ids(ends):
+    if ids_of(decode_strictly(data, _Generation, path).eos_token_id) == ids_of(ends):
         return data
     values = decode_strictly(data, dict[str, msgspec.Raw], path)
     values["eos_token_id"] = msgspec.Raw(msgspec.json.encode(ends))
@@ -267,133 +146,5 @@ def token_id_fault(ids: tuple[int, ...], vocab_size: int) -> str:
     return f"not below vocab_size = {vocab_size}" if any(i >= vocab_size for i in ids) else ""
 
 
-def _ids(found: int | list[int] | None) -> tuple[int, ...]:
+def ids_of(found: int | list[int] | None) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)
-
-
-def _rope_of(config: _HfConfig) -> tuple[dict[str, Any], object, object]:
-    """What describes the rotation, in the order of transformers 5: the keys, `rope_theta` and the type."""
-    rope = config.rope_scaling or config.rope_parameters or {}
-    return rope, rope.get("rope_theta", config.rope_theta), rope.get("rope_type", rope.get("type", "default"))
-
-
-def _from_hf(config: _HfConfig, turn_ends: tuple[int, ...], path: Path) -> ModelConfig:
-    rope, theta, kind = _rope_of(config)
-    scaling = _scaling(kind, rope, config, path)
-    heads = config.num_attention_heads
-    eos_ids = _ids(config.eos_token_id)
-    spec = ModelConfig(
-        family=config.model_type,
-        width=config.hidden_size,
-        layers=config.num_hidden_layers,
-        heads=heads,
-        kv_heads=config.num_key_value_heads or heads,
-        head_dim=config.head_dim or (config.hidden_size // heads if heads > 0 else 0),
-        mlp_width=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        rope_theta=float(theta) if isinstance(theta, int | float) else 0.0,
-        norm_eps=config.rms_norm_eps,
-        tied=config.tie_word_embeddings,
-        eos_ids=eos_ids,
-        pad_id=config.pad_token_id,
-        bos_id=config.bos_token_id,
-        rope_scaling=scaling,
-        turn_ends=() if set(turn_ends) == set(eos_ids) else turn_ends,
-    )
-    for holds, fault in _foreign(config):
-        if not holds:
-            raise UnsupportedModel(f"{path}: {fault}")
-    for holds, fault in _demands(config, spec, scaling):
-        if not holds:
-            raise StateError(f"{path}: {fault}. Choose another model, or fix the file")
-    return spec
-
-
-def _foreign(config: _HfConfig) -> list[tuple[bool, str]]:
-    """What must hold of a config for our own code to compute its model, each with what is said if it does not."""
-    rope, _, kind = _rope_of(config)
-    return [
-        (config.hidden_act == "silu", f"hidden_act is {config.hidden_act!r}; only silu is known"),
-        (
-            not any(isinstance(value, dict) for value in rope.values()),
-            "its rope_parameters are nested by layer type; only one rotation for all layers is known",
-        ),
-        (kind in KINDS, f"rope_type is {kind!r}; known: {', '.join(KINDS)}"),
-        (
-            rope.get("partial_rotary_factor", config.partial_rotary_factor) in (None, 1),
-            "partial_rotary_factor is not 1: only whole heads are rotated",
-        ),
-        (not (config.attention_bias or config.mlp_bias), "attention_bias or mlp_bias is set; not supported"),
-        (
-            not config.use_sliding_window
-            and (config.model_type != "mistral" or config.sliding_window is None)
-            and all(kind == "full_attention" for kind in config.layer_types or ()),
-            "it has sliding windows; only full attention is known",
-        ),
-    ]
-
-
-def _demands(config: _HfConfig, spec: ModelConfig, scaling: RopeScaling | None) -> list[tuple[bool, str]]:
-    """What must hold of a checkpoint's config, each with what is said if it does not, in the file's own keys."""
-    rope, theta, kind = _rope_of(config)
-    rope_key = "rope_scaling" if config.rope_scaling else "rope_parameters"
-    heads, head_dim = spec.heads, "head_dim" if config.head_dim else "hidden_size / num_attention_heads"
-    bounded = {
-        "hidden_size": spec.width, "num_hidden_layers": spec.layers, "num_attention_heads": heads,
-        "num_key_value_heads": spec.kv_heads, head_dim: spec.head_dim, "intermediate_size": spec.mlp_width,
-        "vocab_size": spec.vocab_size, "max_position_embeddings": spec.max_positions,
-    }  # fmt: skip
-    special = {
-        "eos_token_id": spec.eos_ids, "bos_token_id": _ids(spec.bos_id),
-    }  # fmt: skip
-    return [
-        *(
-            (rope.get(key) is not None, f"{rope_key} gives no {key}, which rope_type {kind} needs")
-            for key in (NEEDED.get(scaling.kind, ()) if scaling else ())
-        ),
-        *(scaling.demands() if scaling else ()),
-        (
-            config.is_causal,
-            f"is_causal is {config.is_causal!r}: tokens would see later ones, so no choice could be replayed",
-        ),
-        (not config.per_layer_config, "per_layer_config gives layers numbers of their own; not supported"),
-        (config.text_config is None, "text_config describes another model within; not supported"),
-        (
-            len(config.layer_types or ()) in (0, spec.layers),
-            f"layer_types names {len(config.layer_types or ())} layers of {spec.layers}",
-        ),
-        (config.quantization_config is None, "the weights are quantised; use the full-precision model"),
-        (
-            spec.layers <= MAX_TENSORS // 12,
-            f"num_hidden_layers = {spec.layers}: more than MAX_TENSORS = {MAX_TENSORS} allow",
-        ),
-        *((0 < n <= LARGEST, f"{key} = {n}: not in 1..{LARGEST}") for key, n in bounded.items()),
-        (
-            spec.kv_heads > 0 and heads % spec.kv_heads == 0,
-            f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {spec.kv_heads}",
-        ),
-        (spec.head_dim % 2 == 0, f"{head_dim} = {spec.head_dim}: must be even"),
-        (1.0 <= spec.rope_theta < 1e12, f"rope_theta = {theta!r}: must be at least 1 and below 1e12"),
-        (scaling is None or spec.rope_theta > 1.0, "rope_theta is 1, which cannot be scaled"),
-        (0.0 < spec.norm_eps < 1.0, f"rms_norm_eps = {spec.norm_eps}: must be above 0 and below 1"),
-        *(
-            (not (fault := token_id_fault(ids, spec.vocab_size)), f"{key} = {[*ids]}: {fault}")
-            for key, ids in special.items()
-        ),
-        (
-            -spec.vocab_size <= (spec.pad_id or 0) < spec.vocab_size,
-            f"pad_token_id = {spec.pad_id}: not in {-spec.vocab_size}..{spec.vocab_size - 1}",
-        ),
-    ]
-
-
-def _scaling(kind: object, rope: dict[str, Any], config: _HfConfig, path: Path) -> RopeScaling | None:
-    """The rotation's scaling; None also for a kind that we do not know, which `_from_hf` refuses."""
-    if kind not in KINDS:
-        return None
-    try:
-        original = config.original_max_position_embeddings
-        return scaling_of(str(kind), rope, config.max_position_embeddings, original)
-    except msgspec.ValidationError as error:
-        raise StateError(f"{path}: its rope parameters are malformed: {error}. Download the model again") from None

@@ -4,16 +4,17 @@ Light: it imports neither torch nor transformers, so it knows no defaults of an 
 cannot be known here.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import StateError
-from shoal.models.config import LARGEST, NO_CONFIG, token_id_fault, turn_ends_of
-from shoal.models.safetensors_header import bad_value, decode_strictly, read_capped
+from shoal.models.config import LARGEST, NO_CONFIG, TARGETS, Feature, token_id_fault, turn_ends_of
+from shoal.models.safetensors_header import bad_value, decode_strictly, find_whole, read_capped
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_TENSORS
 
 _NAMES = {
@@ -51,11 +52,15 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """What `{"__float__": ...}` stands for: transformers writes the floats so that JSON lacks."""
 
 
+_ACTIVATION_WIDTHS = 40
+"""Numbers that a layer makes of one token, in widths."""
+
+
 @dataclass(frozen=True)
 class HFConfig:
-    """A policy of any architecture: what it reads and writes, and numbers from which its memory is estimated."""
+    """A policy of any architecture: a `ModelConfig`."""
 
-    architecture: str
+    family: str
     """`model_type`, by which transformers knows it."""
     vocab_size: int
     max_positions: int
@@ -73,17 +78,52 @@ class HFConfig:
     tied: bool = False
     """The output head shares the embedding."""
     stored_values: int = 0
-    """Of all tensors in its files; 0 if there are none or nobody has looked."""
+    """Of all tensors in its files; 0 if there are none."""
 
-    @property
-    def parameters(self) -> int:
-        """All weights: those of the files, or what a usual model of this shape has at most."""
+    largest_stored: int = 0
+    """Values of the largest of them."""
+
+    def supports(self, feature: Feature) -> bool:
+        return False
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def layer_matrices(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def num_parameters(self) -> int:
+        """Those of the files, or what a usual model of this shape has at most."""
         if self.stored_values:
             return self.stored_values
         attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim
         experts = max(1, self.experts) * 3 * self.width * self.mlp_width + self.experts * self.width
-        rows = (2 - self.tied) * self.vocab_size + (self.max_positions if self.architecture in _LEARNS_POSITIONS else 0)
+        rows = (2 - self.tied) * self.vocab_size + (self.max_positions if self.family in _LEARNS_POSITIONS else 0)
         return self.layers * (attention + experts + 8 * self.width) + rows * self.width
+
+    def layer_parameters(self) -> int:
+        return self.num_parameters() // self.layers
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str] = TARGETS) -> int:
+        """Of every matrix, whatever the targets."""
+        attention = 4 * self.width + 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * rank * (attention + 3 * max(1, self.experts) * (self.width + self.mlp_width))
+
+    def largest_tensor(self) -> int:
+        return self.largest_stored or self.vocab_size * self.width
+
+    def kv_bytes_per_token(self, item_bytes: int) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * item_bytes
+
+    def layer_activations(self) -> int:
+        """In widths: residual, heads, an MLP of four widths, and what its gate computes."""
+        return _ACTIVATION_WIDTHS * max(self.width, self.heads * self.head_dim)
+
+    def forward_activations(self) -> int:
+        return self.layer_activations()
+
+    def arranged_values(self) -> int:
+        return 0
 
     @staticmethod
     def from_directory(directory: Path) -> "HFConfig":
@@ -117,6 +157,9 @@ class HFConfig:
         )
         inner = next((key for key in _WIDTHS if text.get(key) == spec.mlp_width), _WIDTHS[1])
         keys |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp_width": inner}
+        with contextlib.suppress(StateError):
+            sizes = [math.prod(one.shape) for one in find_whole(directory).values()]
+            spec = replace(spec, stored_values=sum(sizes), largest_stored=max(sizes, default=0))
         outlying = token_id_fault(spec.eos_ids, spec.vocab_size)
         demands = [
             (config.get("is_encoder_decoder") in (None, False), "it has an encoder; only plain language models are known"),
@@ -143,8 +186,7 @@ class HFConfig:
 def read_config(directory: Path) -> dict[str, Any]:
     """The `config.json` of a directory as it is. Raises `StateError` if it is no JSON object."""
     path = Path(directory) / "config.json"
-    config: dict[str, Any] = decode_strictly(read_capped(path, MAX_JSON_BYTES), dict[str, Any], path, NO_CONFIG)
-    return config
+    return decode_strictly(read_capped(path, MAX_JSON_BYTES), dict[str, Any], path, NO_CONFIG)
 
 
 def sizes_said(directory: Path, keys: Sequence[str] = SIZES) -> str:

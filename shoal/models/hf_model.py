@@ -10,6 +10,7 @@ Axes: B rows, T tokens of a row, D width, V vocabulary; x any axes.
 
 import contextlib
 import copy
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.errors import StateError, cause_of, how_to_install
+from shoal.errors import StateError, cause_of, how_to_install, one_line
+from shoal.models import lora_config
 from shoal.models.checkpoint import find_tensors, read_tensors
 from shoal.models.config import HEAD
 from shoal.models.hf_config import HFConfig, read_config, text_config, untied, with_floats, without_own_keys
@@ -27,7 +29,7 @@ from shoal.models.interface import Published
 from shoal.models.load_tensors import cause_of_missing, cause_of_size, demand_finite_logits, demand_shape
 from shoal.models.packed_attention import SharedPrefixGroup
 from shoal.models.rope import ORIGINAL, longrope_of, short_rotation
-from shoal.models.safetensors_header import bad_value, read_capped
+from shoal.models.safetensors_header import bad_value, decode_strictly, read_capped
 from shoal.protocol.constants import MAX_JSON_BYTES
 
 EXAMINED = 8
@@ -55,10 +57,10 @@ class HFModel:
     def __init__(self, whole: Any, spec: HFConfig, files: dict[str, Any], directory: Path | None = None) -> None:
         """`whole` is the model with its head; `files` are the JSON files that are published with it; `directory` is where
         it comes from, for errors."""
-        self.whole, self.spec, self.where = whole, spec, str(directory or spec.architecture)
+        self.whole, self.spec, self.where = whole, spec, str(directory or spec.family)
         self.body: Any = whole.base_model
         """The model without its head."""
-        self.short_rotation = short_rotation(whole.config, spec.architecture, spec.max_positions)
+        self.short_rotation = short_rotation(whole.config, spec.family, spec.max_positions)
         """Tokens of the longest text that has the short rotation of `longrope`; 0 if all texts are rotated alike."""
         self._files = files
         self._recompute = False
@@ -82,17 +84,13 @@ class HFModel:
 
     def _hidden(self, tokens_BT: Tensor) -> Tensor:
         if self._head is None:
-            logits_BTV: Tensor = self.whole(input_ids=tokens_BT, use_cache=False).logits
-            return logits_BTV
-        hidden_BTD: Tensor = self.body(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        return hidden_BTD
+            return self.whole(input_ids=tokens_BT, use_cache=False).logits
+        return self.body(input_ids=tokens_BT, use_cache=False).last_hidden_state
 
     def head_weight(self) -> Tensor | None:
-        """The output head, [V, D]; None if `hidden` gives logits."""
         return None if self._head is None else self._head.weight
 
     def logits(self, hidden_xD: Tensor) -> Tensor:
-        """Logits, [..., V], of what `hidden` gives."""
         if self._head is None:
             return hidden_xD
         logits_xV = F.linear(hidden_xD, self._head.weight)
@@ -103,7 +101,6 @@ class HFModel:
         return iter(self.whole.named_parameters())
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """All parameters, by name."""
         return dict(self.named_parameters())
 
     def published(self) -> Published:
@@ -118,12 +115,10 @@ class HFModel:
         return Published(tensors, self._files)
 
     def float(self) -> Self:
-        """Turn the parameters to float32 in place."""
         self.whole.float()
         return self
 
     def to(self, device: str) -> Self:
-        """Move the parameters to a device, in place."""
         self.whole.to(device)
         return self
 
@@ -133,7 +128,6 @@ class HFModel:
 
     @property
     def recompute(self) -> bool:
-        """Whether a backward pass computes each layer again instead of keeping what the layer computed."""
         return self._recompute
 
     @recompute.setter
@@ -141,7 +135,7 @@ class HFModel:
         if wanted == self._recompute:
             return
         if not self.whole.supports_gradient_checkpointing:
-            raise StateError(f'{self.spec.architecture} cannot compute layers again: leave train.recompute = "none"')
+            raise StateError(f'{self.spec.family} cannot compute layers again: leave train.recompute = "none"')
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         before_TD = self._read(probe_tokens(self.spec.vocab_size))
@@ -154,7 +148,7 @@ class HFModel:
                 layer.training = wanted  # only its own flag: what is inside stays in evaluation mode
         self._recompute = wanted
         if not torch.equal(before_TD, self._read(probe_tokens(self.spec.vocab_size))):
-            raise StateError(f'{self.spec.architecture} is random in training: leave train.recompute = "none"')
+            raise StateError(f'{self.spec.family} is random in training: leave train.recompute = "none"')
 
     @contextlib.contextmanager
     def rotating_short_to(self, tokens: int) -> Iterator[None]:
@@ -202,7 +196,6 @@ class HFModel:
 
     @torch.no_grad()
     def _read(self, tokens_T: Tensor) -> Tensor:
-        """What `hidden` gives for one row, [T, D]."""
         return self.hidden(tokens_T[None].to(self.whole.device))[0]
 
     @torch.no_grad()
@@ -218,10 +211,11 @@ class HFModel:
         large = _logits_of(self.whole, tokens_1T, factor)
         assert large is not None, "the same model reads the same tokens"
         for after in _after_heads(self.whole.config, head):
-            found = [_after(after, F.linear(hidden_TD, head.weight)) for hidden_TD, _ in (small, large)]
-            if all(_alike(*pair) for pair in zip(found, (small[1], large[1]), strict=True)):  # guard: head-is-proven
-                self._head, self.after_head = head, after
+            self._head, self.after_head = head, after
+            # guard: head-is-proven
+            if all(_alike(self.logits(hidden_TD), logits_TV) for hidden_TD, logits_TV in (small, large)):
                 return
+        self._head = self.after_head = None
 
     def _examine_order(self) -> None:
         """Refuse models whose logits are not finite; and those in which a token sees later ones: then padding on the right,
@@ -244,6 +238,8 @@ def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> HFModel:
     Raises `StateError` if transformers is missing or cannot run the model, or if files are missing, damaged or hostile.
     """
     spec = HFConfig.from_directory(directory)
+    if (Path(directory) / lora_config.WEIGHTS).exists():  # guard: no-adapter-beside-any-model
+        raise StateError(f"{directory}: {lora_config.WEIGHTS} beside a whole model: remove one of them")
     stored = find_tensors(directory)
     if spec.layers > len(stored):  # before a hostile config makes us build too much
         raise StateError(f"{directory}: config.json says {spec.layers} layers, its files hold {len(stored)} tensors")
@@ -255,7 +251,7 @@ def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> HFModel:
         named = dict(empty.named_parameters()).keys()
         lacking = sorted(named - stored.keys())
         lacking = lacking if 2 * len(lacking) < len(named) else []  # else its files have other names, such as old ones
-        _demand_size(empty, sum(_count(tensor.shape) for tensor in stored.values()), directory, lacking)
+        _demand_size(empty, sum(math.prod(tensor.shape) for tensor in stored.values()), directory, lacking)
         head = empty.get_output_embeddings()  # a tied one has no name of its own
         if HEAD in stored and head is not None:
             demand_shape(stored[HEAD], HEAD, tuple(head.weight.shape), directory)
@@ -286,7 +282,7 @@ def refused_by_name(directory: Path, spec: HFConfig) -> Iterator[None]:
             ". Its rope_parameters have a partial_rotary_factor, which not every architecture takes" if partial else ""
         )
         raise _value_in(directory, spec, error) or StateError(
-            f"{directory}: transformers cannot run this {spec.architecture}: {_line(error)}{hint}. Correct its config.json "
+            f"{directory}: transformers cannot run this {spec.family}: {_raised(error)}{hint}. Correct its config.json "
             "or choose another model"
         ) from None
 
@@ -313,7 +309,7 @@ def _value_in(directory: Path, spec: HFConfig, error: Exception) -> StateError |
     if not isinstance(error, TypeError):  # a number was not asked for
         return None
     with contextlib.suppress(Exception):
-        usual = CONFIG_MAPPING[spec.architecture]()
+        usual = CONFIG_MAPPING[spec.family]()
         for key, value in text.items():
             default = getattr(usual, key, None)
             is_number = isinstance(value, int | float) or (value is None and key.endswith("_token_id"))
@@ -323,7 +319,6 @@ def _value_in(directory: Path, spec: HFConfig, error: Exception) -> StateError |
 
 
 def _rotations(directory: Path) -> list[dict[str, Any]]:
-    """The rotation's keys in a `config.json`."""
     text = text_config(read_config(directory))
     return [text, *(one for key in ("rope_scaling", "rope_parameters") if isinstance(one := text.get(key), dict))]
 
@@ -340,7 +335,7 @@ def config_of(directory: Path, spec: HFConfig) -> tuple[Any, Any]:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError as error:
         raise StateError(
-            f"{directory} holds a {spec.architecture}, which needs transformers, and that is not installed "
+            f"{directory} holds a {spec.family}, which needs transformers, and that is not installed "
             f"({cause_of(error)}): {how_to_install('torch', 'hf')}"
         ) from None
     transformers.logging.set_verbosity_error()
@@ -348,17 +343,17 @@ def config_of(directory: Path, spec: HFConfig) -> tuple[Any, Any]:
     # With Hugging Face's package of kernels, some architectures would download compiled code and run it.
     hub_kernels._kernels_enabled = False  # guard: no-code-of-a-hub
     config = read_config(directory)
-    if spec.architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # guard: no-code-of-a-model
+    if spec.family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # guard: no-code-of-a-model
         own = ", and its files ask to run code of their own (auto_map), which is never done"
         raise StateError(
-            f"{directory}: transformers {transformers.__version__} has no language model {spec.architecture!r}"
+            f"{directory}: transformers {transformers.__version__} has no language model {spec.family!r}"
             f"{own if 'auto_map' in config else ''}. Choose another model"
         )
     try:
-        made = CONFIG_MAPPING[spec.architecture].from_dict(with_floats(without_own_keys(config)))
+        made = CONFIG_MAPPING[spec.family].from_dict(with_floats(without_own_keys(config)))
     except Exception as error:  # noqa: BLE001 - a config that transformers refuses raises many things
         raise _value_in(directory, spec, error) or StateError(
-            f"{directory / 'config.json'}: transformers refuses it: {_line(error)}. Correct it, or choose another model"
+            f"{directory / 'config.json'}: transformers refuses it: {_raised(error)}. Correct it, or choose another model"
         ) from None
     return transformers.AutoModelForCausalLM, made
 
@@ -374,11 +369,8 @@ def _files_of(directory: Path) -> dict[str, Any]:
     files = {"config.json": without_own_keys(read_config(directory))}
     generation = Path(directory) / "generation_config.json"
     if generation.exists():
-        import msgspec
-
-        files["generation_config.json"] = msgspec.json.decode(
-            read_capped(generation, MAX_JSON_BYTES), type=dict[str, Any]
-        )
+        found = decode_strictly(read_capped(generation, MAX_JSON_BYTES), dict[str, Any], generation)
+        files["generation_config.json"] = found
     return files
 
 
@@ -414,7 +406,7 @@ def _demand_all_loaded(info: dict[str, Any], directory: Path) -> None:
             cause = cause_of_size(names[0], directory) if "shape" in fault else cause_of_missing(names[0])
             raise StateError(f"{directory} {fault} {names[0]}: {cause}")
     if info.get("error_msgs"):
-        raise StateError(f"{directory}: transformers cannot load it: {_line(info['error_msgs'][0])}")
+        raise StateError(f"{directory}: transformers cannot load it: {one_line(info['error_msgs'][0])}")
 
 
 @torch.no_grad()
@@ -464,10 +456,6 @@ def _biased(logits_xV: Tensor, head: nn.Linear) -> Tensor:
     return logits_xV if head.bias is None else logits_xV + head.bias
 
 
-def _after(after: Callable[[Tensor], Tensor] | None, logits_xV: Tensor) -> Tensor:
-    return logits_xV if after is None else after(logits_xV)
-
-
 def _alike(found: Tensor, expected: Tensor) -> bool:
     """Whether two results differ by rounding alone."""
     most = TOLERANCE.get(expected.dtype, 1e-4) * max(float(expected.abs().max()), 1e-6)
@@ -479,14 +467,5 @@ def probe_tokens(vocab_size: int) -> Tensor:
     return torch.arange(1, EXAMINED + 1) * max(1, vocab_size // (EXAMINED + 2)) % vocab_size
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for side in shape:
-        total *= side
-    return total
-
-
-def _line(error: object) -> str:
-    """What was raised, on one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if isinstance(error, BaseException) else text[:300]
+def _raised(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error, 300)}"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.errors import USER_MUST_FIX, ConfigError, StateError, how_to_install
-from shoal.models import auto_tokenizer, chat_template_files
+from shoal.errors import USER_MUST_FIX, ConfigError, StateError, how_to_install, one_line
+from shoal.models import chat_template_files, tokenizer_loader
 from shoal.models.checkpoint import TOKENIZER_FILES
 from shoal.models.safetensors_header import INDEX, names_of_weights
 from shoal.protocol.hub_reference import EXAMPLE, HubRef, hub_ref, is_commit
@@ -137,7 +137,7 @@ class Hub:
             )
         except Exception:  # noqa: BLE001 - as above
             raise StateError(
-                f"{ref} is not in the hub's cache, and the hub cannot be reached ({_line(error)}): connect, set "
+                f"{ref} is not in the hub's cache, and the hub cannot be reached ({one_line(error)}): connect, set "
                 "HF_ENDPOINT, or copy the model here and name its directory in policy.path"
             ) from None
         found = [
@@ -147,7 +147,6 @@ class Hub:
         return _Listing(HubRef(ref.owner, ref.name, folder.name), sizes, folder)
 
     def _file(self, ref: HubRef, name: str, resolve: bool = True) -> Path:
-        """A file in the cache, fetched if it is not there."""
         hub = _library()
         try:
             found = Path(
@@ -157,7 +156,7 @@ class Hub:
             refused = _refusal(hub, ref, error)
             full = isinstance(error, OSError) and error.errno in USER_MUST_FIX
             again = f"{'Free some space' if full else 'Try again'}: the files that are here are kept"
-            raise StateError(refused or f"{ref}: {name} cannot be fetched: {_line(error)}. {again}") from None
+            raise StateError(refused or f"{ref}: {name} cannot be fetched: {one_line(error)}. {again}") from None
         return found.resolve() if resolve else found
 
     def _held(self, ref: HubRef, name: str, size: int) -> Path | None:
@@ -184,8 +183,6 @@ class Hub:
 
 
 class _Listing(NamedTuple):
-    """The files of a model."""
-
     ref: HubRef
     """With the commit."""
     sizes: dict[str, int]
@@ -225,7 +222,7 @@ def _refusal(hub: Any, ref: HubRef, error: Exception) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{ref}: the hub has no such model, or it is private and you are not logged in: check its name"
     if isinstance(error, errors.HFValidationError):
-        return f"{ref} is not a valid model name: {_line(error)}"
+        return f"{ref} is not a valid model name: {one_line(error)}"
     return ""
 
 
@@ -246,12 +243,14 @@ def _laid_out(files: Mapping[str, Path], folder: Path) -> None:
     """Put a model's files into a folder that has none of its own, as versions of a policy have none: the templates of a
     folder go into `tokenizer_config.json`. Raises `StateError`."""
     merged = files.keys() & chat_template_files.IN_FOLDER.keys()
-    replaced = {chat_template_files.FILE, auto_tokenizer.CONFIG, *merged} if merged else set()
+    replaced = {chat_template_files.FILE, tokenizer_loader.CONFIG, *merged} if merged else set()
     for name in files.keys() - replaced:
         _linked(files[name], folder / name)
     if merged:
-        config = auto_tokenizer.read_object(files[auto_tokenizer.CONFIG]) if auto_tokenizer.CONFIG in files else {}
-        (folder / auto_tokenizer.CONFIG).write_bytes(chat_template_files.with_folder(config, files))
+        config = (
+            tokenizer_loader.read_object(files[tokenizer_loader.CONFIG]) if tokenizer_loader.CONFIG in files else {}
+        )
+        (folder / tokenizer_loader.CONFIG).write_bytes(chat_template_files.with_folder(config, files))
 
 
 def _linked(source: Path, target: Path) -> None:
@@ -260,7 +259,3 @@ def _linked(source: Path, target: Path) -> None:
         target.hardlink_to(source)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -4,6 +4,7 @@ huggingface_hub cannot be interrupted, and stores whatever a server sends. The p
 """
 
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -17,8 +18,8 @@ import msgspec
 
 from shoal.config.process_environment import child_environment
 from shoal.errors import ShoalError, StateError, cause_of
+from shoal.ipc import Child, ChildExited, end_with, read_message, spawn, take_pipes, write_message
 from shoal.models.hub_download import Hub
-from shoal.pipes import Pipes, end_with, next_frame, write_frame
 from shoal.run_folder import held_below
 
 SLACK_BYTES = 64 << 20
@@ -63,20 +64,17 @@ def fetch_apart(
     asked = msgspec.json.encode(_Asked(hub.endpoint, cache, source, dict(sizes), str(into)))
     watch = _Watch(source, sum(sizes.values()), into, stopped)
     try:
-        pipes = Pipes(_start(into), watch.look)
+        child = Child(_start(into))
     except OSError as error:
         raise StateError(f"{source}: no process can be started to fetch it: {cause_of(error)}. Try again") from None
+    child.watch(watch.look)
     try:
-        pipes.send(asked, float("inf"))
-        size = pipes.size(float("inf"))
-        if size > MAX_ANSWER_BYTES:
-            raise StateError(f"{source}: the process that fetched it told {size} bytes, limit {MAX_ANSWER_BYTES}")
-        told = msgspec.json.decode(pipes.read(size, float("inf")), type=_Told)
+        told = child.decoded(child.ask(asked, math.inf, MAX_ANSWER_BYTES), msgspec.json.Decoder(_Told).decode)
         watch.look()  # a small model may have come between two looks
-    except (EOFError, OSError, msgspec.DecodeError):
-        raise StateError(f"{source}: the process that fetched it gave no usable answer: try again") from None
+    except ChildExited as gone:
+        raise StateError(f"{source}: the process that fetched it {gone}: try again") from None
     finally:
-        pipes.end()
+        child.end()
         if watch.is_too_much:
             shutil.rmtree(into, ignore_errors=True)
         _drop_parts(into)
@@ -112,11 +110,8 @@ class _Watch:
 
 def _start(into: Path) -> "subprocess.Popen[bytes]":
     own = {"HF_XET_CACHE": str(into / "xet"), "HF_XET_CHUNK_CACHE_SIZE_BYTES": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-I", "-c", _PROGRAM, str(os.getpid()), *sys.path],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-        env=child_environment(1) | own, start_new_session=True,
-    )  # fmt: skip
+    command = [sys.executable, "-I", "-c", _PROGRAM, str(os.getpid()), *sys.path]
+    return spawn(command, child_environment(1) | own, stderr=subprocess.DEVNULL)
 
 
 def _drop_others(into: Path, names: Collection[str]) -> None:
@@ -140,12 +135,11 @@ def _drop_parts(into: Path) -> None:
 def serve(parent: int) -> None:
     """Fetch what standard input asks for, and say where it is."""
     end_with(parent)
-    answers = os.dup(sys.stdout.fileno())
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # guard: libraries-print-no-answer
-    if (frame := next_frame(sys.stdin.buffer)) is None:
+    requests, answers = take_pipes()
+    if (request := read_message(requests)) is None:
         return
-    threading.Thread(target=_end_with_input, daemon=True).start()
-    asked = msgspec.json.decode(frame, type=_Asked)
+    threading.Thread(target=_end_with, args=(requests,), daemon=True).start()
+    asked = msgspec.json.decode(request, type=_Asked)
     try:
         hub = Hub(asked.endpoint, None if asked.cache is None else Path(asked.cache))
         found = hub.files(asked.source, asked.sizes, Path(asked.into))
@@ -156,10 +150,10 @@ def serve(parent: int) -> None:
         said = next(iter(str(error).splitlines()), "")[:200]
         what = f"{type(error).__name__}: {said}" if said else type(error).__name__
         told = _Told(error=f"{asked.source}: the process that fetched it failed ({what}): try again")
-    write_frame(answers, msgspec.json.encode(told))
+    write_message(answers, msgspec.json.encode(told))
 
 
-def _end_with_input() -> None:
+def _end_with(requests: int) -> None:
     """Not only Linux closes the pipe of a parent that was killed."""
-    sys.stdin.buffer.read()
+    read_message(requests)
     os._exit(0)

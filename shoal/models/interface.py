@@ -12,30 +12,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from shoal.models.config import ModelConfig
 from shoal.models.packed_attention import SharedPrefixGroup
 
 WEIGHTS = "model.safetensors"
 """The file with a policy's weights, unless it is an adapter or in shards."""
-
-
-class Spec(Protocol):
-    """What everything but the model itself needs to know of a policy."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-
-    @property
-    def max_positions(self) -> int:
-        """Longest sequence, in tokens."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text. The first is the main one."""
-
-    @property
-    def turn_ends(self) -> tuple[int, ...]:
-        """Tokens that end a turn, if they are others than `eos_ids`; else empty."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +43,7 @@ class PolicyModel(Protocol):
     """Whether a backward pass computes each layer again instead of keeping what the layer computed."""
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> ModelConfig:
         """What it reads and writes."""
 
     @property

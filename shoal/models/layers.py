@@ -10,19 +10,19 @@ halve the passes.
 
 Axes: B rows, T tokens of a row, P of them shared by all rows, S = T - P its own, N all tokens, D width, X outputs of a
 matrix, H query heads, K key/value heads, G = H / K queries that share a key, J = G + 1 (they and their key), E head
-dimension, e = E / 2 pairs, F mlp width, V vocabulary.
+dimension, e = E / 2 pairs, F mlp width, V vocabulary, R rank of all adapters of one arranged matrix, r of one, I inputs, O
+outputs.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.config import ModelConfig
-from shoal.models.nf4 import Frozen
 from shoal.models.rope import frequencies
+from shoal.models.transformer_config import TransformerConfig
 
 WORTH_SHARING = 64
 """Number of tokens that must be saved before a batch computes the common start of its rows only once."""
@@ -46,8 +46,28 @@ class LayerLow(NamedTuple):
     down: Low | None
 
 
-Matrix = Tensor | Frozen
-"""[inputs, outputs]; of a frozen base perhaps as codes."""
+class Matrix(Protocol):
+    """A matrix, [inputs, outputs], however its values are kept: a `DenseMatrix`, or an `nf4.Nf4Matrix`."""
+
+    def product(self, x_NI: Tensor, added: Tensor | None = None) -> Tensor:
+        """x @ matrix, to which the residual or a bias is added in the same pass."""
+
+    def contiguous(self) -> Self:
+        """The same, laid out so that no product needs a transpose."""
+
+
+class DenseMatrix(NamedTuple):
+    """A `Matrix` whose values are numbers."""
+
+    weight_IX: Tensor
+
+    def product(self, x_NI: Tensor, added: Tensor | None = None) -> Tensor:
+        """See `Matrix`."""
+        return torch.mm(x_NI, self.weight_IX) if added is None else torch.addmm(added, x_NI, self.weight_IX)
+
+    def contiguous(self) -> "DenseMatrix":
+        """See `Matrix`."""
+        return DenseMatrix(self.weight_IX.contiguous())
 
 
 class LayerWeights(NamedTuple):
@@ -70,7 +90,7 @@ class LayerWeights(NamedTuple):
 class EmbeddingAndHead(NamedTuple):
     """What a policy has before its layers and after them."""
 
-    spec: ModelConfig
+    spec: TransformerConfig
     embedding_VD: Tensor
     norm_D: Tensor
     """The final norm's weight, times sqrt(D)."""
@@ -132,7 +152,7 @@ def final_norm(x_ND: Tensor, frame: EmbeddingAndHead) -> Tensor:
     return (unit(x_ND, frame.floor) * frame.norm_D).to(x_ND.dtype)
 
 
-def rope_table(spec: ModelConfig, positions: Tensor) -> Tensor:
+def rope_table(spec: TransformerConfig, positions: Tensor) -> Tensor:
     """Complex numbers, [..., 1, J, e], that rotate the heads of tokens at given positions (arXiv:2104.09864 eq. 34).
 
     Those of the queries include the scale of attention, 1 / sqrt(E).
@@ -158,7 +178,7 @@ class Shape(NamedTuple):
 
 
 def causal_layer(
-    x_ND: Tensor, w: LayerWeights, rope: Tensor, shape: Shape, spec: ModelConfig
+    x_ND: Tensor, w: LayerWeights, rope: Tensor, shape: Shape, spec: TransformerConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A layer over whole rows; each token sees those before it.
 
@@ -191,12 +211,12 @@ def by_row(qk_NKJE: Tensor, v_NKE: Tensor, B: int, T: int) -> tuple[Tensor, Tens
     return qk_BKJTE[:, :, :-1].flatten(1, 2), qk_BKJTE[:, :, -1], v_NKE.unflatten(0, (B, T)).transpose(1, 2)
 
 
-def heads(x_ND: Tensor, w: LayerWeights, rope: Tensor, spec: ModelConfig) -> tuple[Tensor, Tensor]:
+def heads(x_ND: Tensor, w: LayerWeights, rope: Tensor, spec: TransformerConfig) -> tuple[Tensor, Tensor]:
     """Rotated queries and keys, [N, K, J, E], and values, [N, K, E]."""
     N, K, E = len(x_ND), spec.kv_heads, spec.head_dim
     J = spec.heads // K + 1
     normed_ND = unit(x_ND, w.floor)
-    qkv = times(normed_ND, w.qkv_DX, w.qkv_bias_X)
+    qkv = w.qkv_DX.product(normed_ND, w.qkv_bias_X)
     if w.low is not None:
         qkv = _adapted(qkv, normed_ND, w.low.qkv)
     qk, v = qkv.split((K * J * E, K * E), 1)
@@ -211,22 +231,15 @@ def finish(x_ND: Tensor, mixed_NX: Tensor, w: LayerWeights) -> Tensor:
     """The rest of a layer after attention: the output matrix, then the gated MLP, each added to the residual."""
     if w.low is not None:
         return _finish_adapted(x_ND, mixed_NX, w, w.low)
-    x_ND = times(mixed_NX, w.out_XD, x_ND)
-    return times(gated(times(unit(x_ND, w.floor), w.gate_up_DX)), w.down_FD, x_ND)
+    x_ND = w.out_XD.product(mixed_NX, x_ND)
+    return w.down_FD.product(gated(w.gate_up_DX.product(unit(x_ND, w.floor))), x_ND)
 
 
 def _finish_adapted(x_ND: Tensor, mixed_NX: Tensor, w: LayerWeights, low: LayerLow) -> Tensor:
-    x_ND = _adapted(times(mixed_NX, w.out_XD, x_ND), mixed_NX, low.out)
+    x_ND = _adapted(w.out_XD.product(mixed_NX, x_ND), mixed_NX, low.out)
     normed_ND = unit(x_ND, w.floor)
-    gated_NF = gated(_adapted(times(normed_ND, w.gate_up_DX), normed_ND, low.gate_up))
-    return _adapted(times(gated_NF, w.down_FD, x_ND), gated_NF, low.down)
-
-
-def times(x_NI: Tensor, matrix: Matrix, added: Tensor | None = None) -> Tensor:
-    """x @ matrix, to which the residual or a bias is added in the same pass."""
-    if isinstance(matrix, Frozen):
-        return matrix.product(x_NI, added)
-    return torch.mm(x_NI, matrix) if added is None else torch.addmm(added, x_NI, matrix)
+    gated_NF = gated(_adapted(w.gate_up_DX.product(normed_ND), normed_ND, low.gate_up))
+    return _adapted(w.down_FD.product(gated_NF, x_ND), gated_NF, low.down)
 
 
 def _adapted(product_NX: Tensor, x_NI: Tensor, low: Low | None) -> Tensor:
@@ -241,16 +254,14 @@ def _adapted(product_NX: Tensor, x_NI: Tensor, low: Low | None) -> Tensor:
 def unit(x: Tensor, floor: Tensor) -> Tensor:
     """x / sqrt(|x|² + D eps) over the last axis: RMS norm (arXiv:1910.07467 eq. 4) without its weight and sqrt(D)."""
     if torch.is_grad_enabled():
-        result: Tensor = _Unit.apply(x, floor)
-        return result
+        return _Unit.apply(x, floor)
     return (x / _length(x, floor)).to(x.dtype)
 
 
 def gated(gate_up_NX: Tensor) -> Tensor:
     """silu(gate) * up, [N, F], from gate and up side by side (arXiv:2002.05202 eq. 6)."""
     if torch.is_grad_enabled():
-        result: Tensor = _Gated.apply(gate_up_NX)
-        return result
+        return _Gated.apply(gate_up_NX)
     gate_NF, up_NF = gate_up_NX.chunk(2, -1)
     return F.silu(gate_NF).mul_(up_NF)
 
@@ -300,3 +311,56 @@ class _Gated(torch.autograd.Function):
         torch.mul(F.silu(gate_NF), dy_NF, out=d_up_NF)
         torch.ops.aten.silu_backward.grad_input(dy_NF * up_NF, gate_NF, grad_input=d_gate_NF)
         return d_NX
+
+
+# --- adapters ---
+
+
+class LoraPair(NamedTuple):
+    """The adapter of one matrix, float32."""
+
+    a_rI: Tensor
+    b_Or: Tensor
+    scale: float
+    """alpha / rank."""
+
+
+def arranged_low(
+    pairs: Mapping[str, LoraPair], spec: TransformerConfig, norms_D: tuple[Tensor, Tensor], order: Tensor
+) -> LayerLow | None:
+    """The adapters of one layer by the matrix that each belongs to; None if it has none.
+
+    `norms_D` are what the inputs of attention and of the MLP are multiplied by (`model.norm_weight`), `order` that of the
+    outputs of query, key and value.
+    """
+    if not pairs:
+        return None
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    qkv = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+    gate_up = (("gate_proj", spec.mlp_width), ("up_proj", spec.mlp_width))
+    return LayerLow(
+        qkv=_adapters_together(pairs, qkv, norms_D[0], order),
+        out=_adapters_together(pairs, (("o_proj", spec.width),)),
+        gate_up=_adapters_together(pairs, gate_up, norms_D[1]),
+        down=_adapters_together(pairs, (("down_proj", spec.width),)),
+    )
+
+
+def _adapters_together(
+    pairs: Mapping[str, LoraPair],
+    matrices: Sequence[tuple[str, int]],
+    norm_D: Tensor | None = None,
+    order: Tensor | None = None,
+) -> Low | None:
+    """The adapters of matrices that are one when they are arranged: side by side, with zeros between their outputs."""
+    downs, ups, place, width = [], [], 0, sum(size for _, size in matrices)
+    for name, size in matrices:
+        if name in pairs:
+            downs.append(pairs[name].a_rI)
+            ups.append(F.pad(pairs[name].b_Or.t() * pairs[name].scale, (place, width - place - size)))
+        place += size
+    if not downs:
+        return None
+    down_RI, up_RX = torch.cat(downs), torch.cat(ups)
+    down_RI = down_RI if norm_D is None else down_RI * norm_D
+    return Low(down_RI.t().contiguous(), up_RX if order is None else up_RX[:, order])

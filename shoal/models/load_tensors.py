@@ -185,7 +185,6 @@ def read_rows(stored: StoredTensor, begin: int, end: int, name: str) -> "torch.T
 
 
 def _fill(parameter: "torch.Tensor", stored: StoredTensor, file: RawIOBase) -> None:
-    """Read a tensor from its open file into a parameter."""
     import torch
 
     if parameter.dtype == _stored_dtype(stored) and parameter.is_contiguous():
@@ -197,7 +196,6 @@ def _fill(parameter: "torch.Tensor", stored: StoredTensor, file: RawIOBase) -> N
 
 
 def _read_into(tensor: "torch.Tensor", stored: StoredTensor, file: RawIOBase) -> None:
-    """Read a tensor's bytes to where it lies in memory."""
     import torch
 
     left = tensor.detach().reshape(-1).view(torch.uint8).numpy().data

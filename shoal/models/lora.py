@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from shoal.errors import StateError
-from shoal.models.config import ModelConfig
+from shoal.models.layers import LoraPair
 from shoal.models.load_tensors import demand_floats, demand_same_shapes, fill_all
 from shoal.models.lora_config import WEIGHTS, AdapterSpec, LoraBase, stored_name
-from shoal.models.lora_layers import LoraPair
 from shoal.models.safetensors_header import read_header
 from shoal.models.transformer import Transformer
+from shoal.models.transformer_config import TransformerConfig
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def begin_adapter(model: Transformer, adapter: AdapterSpec, seed: int, base: Lor
             parameter.copy_(values)
 
 
-def read_adapter(directory: Path, spec: ModelConfig) -> tuple[AdapterSpec, dict[str, Tensor]]:
+def read_adapter(directory: Path, spec: TransformerConfig) -> tuple[AdapterSpec, dict[str, Tensor]]:
     """The adapter in a directory, float32, for a policy of this shape; its tensors by their names in the file.
 
     Raises `StateError` if it is missing, damaged or hostile, for a policy of another shape, or not of finite numbers.
@@ -116,7 +116,9 @@ def decode(model: Transformer) -> None:
             matrix.decode()
 
 
-def pairs_of(adapter: AdapterSpec, tensors: dict[str, Tensor], spec: ModelConfig) -> Iterator[dict[str, LoraPair]]:
+def pairs_of(
+    adapter: AdapterSpec, tensors: dict[str, Tensor], spec: TransformerConfig
+) -> Iterator[dict[str, LoraPair]]:
     """The adapters of each layer's matrices, layer by layer."""
     for index in range(spec.layers):
         layer = {}

@@ -14,15 +14,13 @@ from typing import Any
 import msgspec
 
 from shoal.errors import ConfigError, StateError
-from shoal.models.config import ModelConfig
+from shoal.models.config import TARGETS
 from shoal.models.safetensors_header import ADAPTER_WEIGHTS, read_capped
+from shoal.models.transformer_config import TransformerConfig
 from shoal.protocol.constants import MAX_ADAPTER_RANK, MAX_JSON_BYTES
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", ADAPTER_WEIGHTS, "base.json"
 """The files of an adapter. `peft` reads the first two; the third says which model it belongs to."""
-
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The matrices of a layer, which an adapter may change."""
 
 PREFIX = "base_model.model."
 """Begins the name of each tensor in `peft`'s files."""
@@ -54,12 +52,12 @@ class AdapterSpec:
             return "targets is empty, or names a matrix twice"
         return ""
 
-    def tensor_shapes(self, spec: ModelConfig) -> dict[str, tuple[int, int]]:
+    def tensor_shapes(self, spec: TransformerConfig) -> dict[str, tuple[int, int]]:
         """The name and shape of every tensor in an adapter of this policy, as `peft` names them."""
         shapes: dict[str, tuple[int, int]] = {}
-        for name, shape in spec.tensor_shapes().items():
+        for name, shape in spec.layer_matrices().items():
             matrix = name.removesuffix(".weight")
-            if matrix.rpartition(".")[2] in self.targets and len(shape) == 2:
+            if matrix.rpartition(".")[2] in self.targets:
                 shapes[stored_name(f"{matrix}.lora_A")] = (self.rank, shape[1])
                 shapes[stored_name(f"{matrix}.lora_B")] = (shape[0], self.rank)
         return shapes

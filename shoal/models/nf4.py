@@ -1,4 +1,23 @@
-"""NF4: 4-bit weights of a frozen base (QLoRA, arXiv:2305.14314), their codes and their products."""
+"""NF4: 4-bit weights of a frozen base, as quantiles of a normal distribution (QLoRA, arXiv:2305.14314), and their products.
+
+Decoding takes single operations of float32, which round alike everywhere, so codes give the same weights on every machine.
+Coding takes a mean, whose sum may not: so codes are published, once.
+
+    symbol   meaning
+    w        weights, about normally distributed around 0
+    q        16 numbers between -1 and 1 with about as many weights near each; one is 0 (eq. 4)
+    c_b      largest |weight| of a block, which the paper calls a quantisation constant
+    code     place of the number nearest to w / c_b
+    c2_g     the same of c_b, less their mean, for double quantisation
+
+A code has 4 bits, two to a byte; with float32 constants a weight takes 4.5 bits, with double quantisation 4.127.
+
+Changed from the paper: constants are coded linearly in int8, where the paper takes 8-bit floats. Of normal weights, c_b are
+all of about the same size, so a float's range is of no use.
+
+Axes: n weights, b blocks of them, B = 64 weights of a block, g groups of blocks, G = 256 blocks of a group. Of products:
+N rows of inputs, I inputs, O outputs of a matrix in its file, P pairs of codes, X outputs of several matrices side by side.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,32 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.nf4_config import decoded_values
-
-# --- NF4 ---
-#
-# Weights of a frozen base in 4 bits a value, as quantiles of a normal distribution (QLoRA, arXiv:2305.14314).
-#
-# Decoding takes single operations of float32, which round alike everywhere, so codes give the same weights on every
-# machine. Coding takes a mean, whose sum may not: so codes are published, once.
-#
-#       symbol   meaning
-#       w        weights, about normally distributed around 0
-#       q        16 numbers between -1 and 1 with about as many weights near each; one is 0 (eq. 4)
-#       c_b      largest |weight| of a block, which the paper calls a quantisation constant
-#       code     place of the number nearest to w / c_b
-#       c2_g     the same of c_b, less their mean, for double quantisation
-#
-# A code has 4 bits, two to a byte; with float32 constants a weight takes 4.5 bits, with double quantisation 4.127.
-#
-# Changed from the paper: constants are coded linearly in int8, where the paper takes 8-bit floats. Of normal weights, c_b
-# are all of about the same size, so a float's range is of no use.
-#
-# Axes: n weights, b blocks of them, B = 64 weights of a block, g groups of blocks, G = 256 blocks of a group.
-
-
-BLOCK, GROUP = 64, 256
-"""Weights that share a constant; constants that share one."""
+from shoal.models.nf4_layout import BLOCK, GROUP, decoded_values
 
 LARGEST = 127
 """Largest int8 value of a constant. -128 is not used."""
@@ -119,27 +113,13 @@ def _between(device: torch.device) -> Tensor:
     return ((table[:-1] + table[1:]) / 2).to(device, torch.float32)
 
 
-# --- Matrices of a frozen base that are kept as NF4 codes, also while they are multiplied ---
-#
-# QLoRA (arXiv:2305.14314 eq. 5).
-#
-# Made by `transformer`, which has the codes; `layers` multiplies by them, with gradients and without. A product decodes
-# some outputs at a time and forgets them. So does the backward pass, which needs the matrix for the gradient of the inputs;
-# the codes never learn.
-#
-# What the policy is, are the decoded weights: a number times a constant in float32, rounded to the dtype that the base
-# has beside its codes. Every node decodes the same, whatever it computes in.
-#
-# Axes: N rows of inputs, I inputs, O outputs of a matrix in its file, P pairs of codes, b constants, g scales of
-# constants, X outputs of several matrices side by side.
-
-
 CODE_DTYPES = {"U8": torch.uint8, "I8": torch.int8, "F32": torch.float32}
 """By safetensors' names: those of the tensors that a matrix consists of."""
 
 
 class Codes(NamedTuple):
-    """A matrix in NF4, with the constants of each output after the other."""
+    """A matrix in NF4, with the constants of each output after the other. What the policy is, are the decoded weights, in
+    the dtype that the base has beside its codes: every node decodes the same, whatever it computes in."""
 
     pairs_OP: Tensor
     """uint8: of two inputs each, the first in the lower half."""
@@ -176,8 +156,9 @@ class Codes(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Frozen:
-    """Matrices side by side, as `layers` has a matrix: [inputs, outputs]."""
+class Nf4Matrix:
+    """Matrices side by side as codes, which never learn (eq. 5): a `layers.Matrix`. A product decodes some outputs at a
+    time and forgets them. So does the backward pass, which needs the matrix for the gradient of the inputs."""
 
     parts: Sequence[Codes]
     dtype: torch.dtype
@@ -190,9 +171,12 @@ class Frozen:
     def product(self, x_NI: Tensor, added: Tensor | None = None) -> Tensor:
         """x @ matrix, [N, X], to which something of this shape, or a bias, is added."""
         if torch.is_grad_enabled():
-            result: Tensor = _Product.apply(x_NI, added, self)
-            return result
+            return _Product.apply(x_NI, added, self)
         return self.multiplied(x_NI, added)
+
+    def contiguous(self) -> "Nf4Matrix":
+        """Itself: codes have one layout."""
+        return self
 
     def multiplied(self, x_NI: Tensor, added: Tensor | None) -> Tensor:
         """As `product`, without gradients."""
@@ -227,7 +211,7 @@ class _Product(torch.autograd.Function):
     """dx = dy @ matrix.t(), decoded once more. It is summed over blocks in at least float32."""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, added: Tensor | None, matrix: Frozen) -> Tensor:
+    def forward(ctx: Any, x_NI: Tensor, added: Tensor | None, matrix: Nf4Matrix) -> Tensor:
         ctx.matrix = matrix
         return matrix.multiplied(x_NI, added)
 

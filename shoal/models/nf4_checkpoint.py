@@ -1,6 +1,6 @@
 """The base of adapters in NF4: made of a model once, written as a directory, and read as a stranger's.
 
-`nf4_config` says which tensors it holds, and `nf4` multiplies by them.
+`nf4_layout` says which tensors it holds, and `nf4` multiplies by them.
 
 The host codes and publishes the bytes, also of a model that nodes could get from a hub by themselves. Those would fetch
 four times as much, need room for both, and each repeat the coding. In it a mean is a sum of floats, which may differ in its
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from shoal.errors import StateError, cause_of
-from shoal.models.config import ModelConfig
 from shoal.models.load_tensors import fill_all, read_rows
 from shoal.models.nf4 import CODE_DTYPES, coded, constants_coded
-from shoal.models.nf4_config import coded_forms, demand_coded, flaw_of, matrices_of
+from shoal.models.nf4_layout import coded_forms, demand_coded, flaw_of
 from shoal.models.safetensors_header import INDEX, StoredTensor
 from shoal.models.safetensors_writer import TensorHeader, write_files
 from shoal.models.transformer import Transformer
+from shoal.models.transformer_config import TransformerConfig
 from shoal.run_folder import replaced_folder
 
 CODED_VALUES = 1 << 22
@@ -30,7 +30,7 @@ CODED_VALUES = 1 << 22
 
 
 def load_coded(
-    spec: ModelConfig, stored: Mapping[str, StoredTensor], directory: Path, dtype: torch.dtype
+    spec: TransformerConfig, stored: Mapping[str, StoredTensor], directory: Path, dtype: torch.dtype
 ) -> Transformer:
     """The policy of a directory whose layers are codes, and stay so in memory. What is beside the codes is `dtype`.
 
@@ -55,10 +55,10 @@ def write_coded(source: Path, stored: Mapping[str, StoredTensor], target: Path, 
 
     Raises `StateError` if the model is of another kind, cannot be coded, or cannot be written.
     """
-    spec = ModelConfig.from_directory(source)
+    spec = TransformerConfig.from_directory(source)
     if fault := flaw_of(spec):
         raise StateError(f"{source}: {fault}: leave policy.adapter.base out, or choose another model")
-    matrices, forms = matrices_of(spec), dict[str, dict[str, TensorHeader]]()
+    matrices, forms = spec.layer_matrices(), dict[str, dict[str, TensorHeader]]()
     for name, one in stored.items():
         if name in matrices:
             coded = coded_forms(name, one.shape).items()

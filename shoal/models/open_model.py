@@ -3,17 +3,14 @@
 Light: torch is imported when a model is opened.
 """
 
-import contextlib
-import dataclasses
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import StateError
-from shoal.models.config import ARCHITECTURES, ModelConfig, UnsupportedModel
 from shoal.models.hf_config import HFConfig, read_config
 from shoal.models.lora_config import AdapterSpec, LoraBase, has_adapter
-from shoal.models.nf4_config import NF4, is_coded
+from shoal.models.nf4_layout import NF4, is_coded
+from shoal.models.transformer_config import ARCHITECTURES, TransformerConfig, UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.models.interface import PolicyModel
 
 OURS = "ours"
-"""A whole policy that `model` computes."""
+"""A whole policy that `transformer` computes."""
 
 ANY = "any"
 """A whole policy of another architecture, which needs `transformers`; or no policy at all."""
@@ -33,16 +30,16 @@ AUTO = "auto"
 def kind_of(directory: Path) -> str:
     """The kind of the policy in a directory."""
     try:
-        ModelConfig.from_directory(directory)
+        TransformerConfig.from_directory(directory)
     except StateError:
         return ANY
     return OURS
 
 
-def spec_of(directory: Path) -> ModelConfig | HFConfig:
+def spec_of(directory: Path) -> TransformerConfig | HFConfig:
     """The spec of a policy of either kind. Raises `StateError` if it is neither: for a family of ours, as for ours."""
     try:
-        return ModelConfig.from_directory(directory)
+        return TransformerConfig.from_directory(directory)
     except StateError as refused:
         try:
             return HFConfig.from_directory(directory)
@@ -57,19 +54,6 @@ def is_of_ours(directory: Path) -> bool:
         return read_config(directory).get("model_type") in [*ARCHITECTURES]  # it may be no text
     except StateError:
         return True
-
-
-def sized_spec_of(directory: Path) -> ModelConfig | HFConfig:
-    """As `spec_of`, with the number of weights that the files hold, if there are any: the spec of another architecture
-    does not tell it exactly."""
-    from shoal.models.checkpoint import find_tensors
-
-    spec = spec_of(directory)
-    if isinstance(spec, HFConfig):
-        with contextlib.suppress(StateError):
-            stored = find_tensors(directory)
-            return dataclasses.replace(spec, stored_values=sum(math.prod(one.shape) for one in stored.values()))
-    return spec
 
 
 def needs_transformers(directory: Path, implementation: str) -> bool:
@@ -102,10 +86,10 @@ def open_adapted(
     from shoal.models.checkpoint import load_policy
     from shoal.models.lora import begin_adapter
 
-    if kind_of(directory) != OURS:
+    if not (spec := spec_of(directory)).supports("adapters"):
         raise StateError(
-            f"{directory} holds a {spec_of(directory).architecture}, and an adapter is computed for Llama, Mistral, Qwen2 "  # type: ignore[union-attr]
-            "and Qwen3 only: leave policy.adapter out, or choose another model"
+            f"{directory} holds a {spec.family}, and an adapter is computed for Llama, Mistral, Qwen2 and "
+            "Qwen3 only: leave policy.adapter out, or choose another model"
         )
     model = load_policy(directory, dtype)
     begin_adapter(model, adapter, seed, base)

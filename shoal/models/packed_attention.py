@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.models.config import ModelConfig
 from shoal.models.layers import (
     EmbeddingAndHead,
     Layers,
@@ -26,6 +25,7 @@ from shoal.models.layers import (
     heads,
     rope_table,
 )
+from shoal.models.transformer_config import TransformerConfig
 
 MASK_COST = 2
 """How many times longer attention with a mask takes, for each pair of tokens, than causal attention."""
@@ -116,7 +116,7 @@ def _layer(
     rope: Tensor,
     runs: Sequence[Sequence[_PackedRun]],
     sizes: list[int],
-    spec: ModelConfig,
+    spec: TransformerConfig,
 ) -> Tensor:
     qk_NKJE, v_NKE = heads(x_ND, w, rope, spec)
     parts = zip(runs, qk_NKJE.split(sizes), v_NKE.split(sizes), strict=True)

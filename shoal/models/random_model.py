@@ -1,44 +1,35 @@
-"""Models with random weights: tiny ones for tests, and ones in the shape of a real checkpoint."""
+"""Models with random weights: tiny ones for tests, and ones in the shape of a real checkpoint.
+
+A tiny model has a tokenizer of 64 characters. One in the shape of a checkpoint has one that reads bytes, and every other
+token of its vocabulary is a made-up word, so whatever it samples is text. Torch is imported late, because the shape alone
+is asked for where there is none.
+"""
 
 import dataclasses
+import itertools
+import json
+import string
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from shoal.config import TinyPolicy
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, StateError
 from shoal.models.checkpoint import save_policy
-from shoal.models.config import ModelConfig, write_json
+from shoal.models.config import write_json
+from shoal.models.hf_config import HFConfig, read_config, without_own_keys
+from shoal.models.open_model import spec_of
+from shoal.models.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
     import torch
-
-    from shoal.models.transformer import Transformer
-
-import itertools
-import json
-import string
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-from shoal.errors import StateError
-from shoal.models.hf_config import HFConfig, read_config, without_own_keys
-from shoal.models.open_model import spec_of
-
-if TYPE_CHECKING:
     from torch import nn
 
     from shoal.models.interface import PolicyModel
-
-
-# --- Make a tiny policy from scratch ---
-#
-# Weights from a seed, and a tokenizer of 64 characters with a chat template.
-#
-# Torch is imported late, because the shape alone is asked for where there is none.
-
+    from shoal.models.transformer import Transformer
 
 SPECIALS = ("<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 """Token ids 0 to 5. A policy cannot spell one letter by letter, because `|` is not in the vocabulary."""
@@ -81,11 +72,11 @@ def write_all_but_weights(tiny: TinyPolicy, directory: Path) -> None:
     write_tokenizer(directory, tiny.max_positions)
 
 
-def _spec(tiny: TinyPolicy) -> ModelConfig:
+def _spec(tiny: TinyPolicy) -> TransformerConfig:
     return dataclasses.replace(tiny_spec(tiny), turn_ends=TURN_ENDS)
 
 
-def tiny_spec(tiny: TinyPolicy) -> ModelConfig:
+def tiny_spec(tiny: TinyPolicy) -> TransformerConfig:
     """The shape that a run file's `[policy.tiny]` describes. Raises `ConfigError`."""
     heads = max(tiny.heads, 1)
     demands = [
@@ -98,7 +89,7 @@ def tiny_spec(tiny: TinyPolicy) -> ModelConfig:
     for holds, fault in demands:
         if not holds:
             raise ConfigError(f"policy.tiny: {fault}")
-    return ModelConfig(
+    return TransformerConfig(
         family=tiny.family,
         width=tiny.width,
         layers=tiny.layers,
@@ -131,7 +122,7 @@ def initialise(model: "Transformer", seed: int) -> None:
                 parameter.normal_(0.0, _deviation(name, parameter, model.spec), generator=generator)
 
 
-def _deviation(name: str, weight: "torch.Tensor", spec: ModelConfig) -> float:
+def _deviation(name: str, weight: "torch.Tensor", spec: TransformerConfig) -> float:
     """1/sqrt(inputs) for matrices, divided by sqrt(2·layers) if they write to the residual stream; 0.02 for the others."""
     if "layers" not in name:
         return 0.02
@@ -142,34 +133,28 @@ def _deviation(name: str, weight: "torch.Tensor", spec: ModelConfig) -> float:
 def write_tokenizer(directory: Path, max_positions: int) -> None:
     """Write the tokenizer and its chat template, which `AutoTokenizer` and our renderer can open."""
     letters = [_BYTE_NAMES.get(character, character) for character in CHARACTERS]
-    vocabulary = {token: index for index, token in enumerate((*SPECIALS, *letters))}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<|unk|>"))
-    tokenizer.normalizer = normalizers.Lowercase()
+    _write_tokenizer(directory, [*SPECIALS, *letters], max_positions, lowercase=True)
+
+
+def _write_tokenizer(directory: Path, texts: Sequence[str], max_positions: int, lowercase: bool) -> None:
+    """A byte-level tokenizer with a token for each of these texts, in their order; with an unknown one in lower case."""
+    unknown = {"unk_token": "<|unk|>"} if lowercase else {}
+    tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(texts)}, merges=[], **unknown))
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
     tokenizer.save(str(directory / "tokenizer.json"))
-    write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "TokenizersBackend",
-            "eos_token": "<|end|>",
-            "pad_token": "<|pad|>",
-            "unk_token": "<|unk|>",
-            "model_max_length": max_positions,
-            "clean_up_tokenization_spaces": False,
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
-
-
-# --- Make a policy with random weights of a model's shape, so that a run can be tried without the model ---
-#
-# The shape is the `config.json` of any model that shoal can run. The tokenizer is made, too, because that of the model is
-# part of what is not there: it reads bytes, and every other token of the vocabulary is a made-up word, so whatever such a
-# policy samples is text.
-#
-# Torch is imported late, because the shape alone is asked for where there is none.
+    config = {
+        "tokenizer_class": "TokenizersBackend",
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "model_max_length": max_positions,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(directory / "tokenizer_config.json", config | unknown)
 
 
 PAD, END = SPECIALS.index("<|pad|>"), SPECIALS.index("<|end|>")
@@ -186,13 +171,13 @@ def make_shaped(shape: Path, directory: Path, seed: int, dtype: str) -> None:
     The seed decides every weight. dtype is float32 or bfloat16. Raises `StateError` if the shape cannot be used.
     """
     spec = demand_shape(shape)
-    model = _ours(spec, seed, dtype) if isinstance(spec, ModelConfig) else _any(shape, spec, seed, dtype)
+    model = _ours(spec, seed, dtype) if isinstance(spec, TransformerConfig) else _any(shape, spec, seed, dtype)
     with tempfile.TemporaryDirectory() as scratch:
         write_byte_tokenizer(Path(scratch), spec.vocab_size, spec.max_positions)
         save_policy(model, directory, dtype, tokenizer_from=Path(scratch))
 
 
-def demand_shape(shape: Path) -> ModelConfig | HFConfig:
+def demand_shape(shape: Path) -> TransformerConfig | HFConfig:
     """The spec of a shape. Raises `StateError` if it is none, or too small for our tokenizer."""
     spec = spec_of(shape)
     if spec.vocab_size < LEAST_VOCABULARY:
@@ -203,7 +188,7 @@ def demand_shape(shape: Path) -> ModelConfig | HFConfig:
     return spec
 
 
-def _ours(spec: ModelConfig, seed: int, dtype: str) -> "PolicyModel":
+def _ours(spec: TransformerConfig, seed: int, dtype: str) -> "PolicyModel":
     import torch
 
     from shoal.models.transformer import Transformer
@@ -244,20 +229,7 @@ def write_byte_tokenizer(directory: Path, vocabulary: int, max_positions: int) -
     """Write a tokenizer that reads bytes and knows a text for every token, with a chat template beside it."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     texts = [*SPECIALS, *letters, *itertools.islice(_words(), vocabulary - LEAST_VOCABULARY)]
-    tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(texts)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "TokenizersBackend",
-        "eos_token": SPECIALS[END],
-        "pad_token": SPECIALS[PAD],
-        "model_max_length": max_positions,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    write_json(directory / "tokenizer_config.json", config)
+    _write_tokenizer(directory, texts, max_positions, lowercase=False)
 
 
 def _words() -> Iterator[str]:

@@ -66,21 +66,22 @@ class RopeScaling:
 
     def to_hf(self) -> dict[str, Any]:
         """The keys of `rope_parameters` that give this scaling again."""
-        match self.kind:
-            case "linear":
-                return {"factor": self.factor}
-            case "llama3":
-                bounds = {"low_freq_factor": self.low, "high_freq_factor": self.high}
-                return {"factor": self.factor, "original_max_position_embeddings": self.original, **bounds}
-            case "yarn":
-                return {
-                    "factor": self.factor,
-                    "original_max_position_embeddings": self.original,
-                    "attention_factor": self.attention,
-                    "beta_slow": self.low,
-                    "beta_fast": self.high,
-                    "truncate": self.truncate,
-                }
+        return {key: getattr(self, name) for key, name in _KEYS[self.kind].items()}
+
+
+_LENGTH = {"factor": "factor", "original_max_position_embeddings": "original"}
+_KEYS = {
+    "linear": {"factor": "factor"},
+    "llama3": {**_LENGTH, "low_freq_factor": "low", "high_freq_factor": "high"},
+    "yarn": {
+        **_LENGTH,
+        "attention_factor": "attention",
+        "beta_slow": "low",
+        "beta_fast": "high",
+        "truncate": "truncate",
+    },
+}
+"""The keys of `rope_parameters` that a kind has, with our names for them."""
 
 
 class _HfRope(msgspec.Struct):

@@ -25,7 +25,7 @@ from shoal.errors import StateError, cause_of
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
-"""Bytes per value of the dtypes that a policy may have, by safetensors' names. I8: see `int8`; U8: `nf4_config`."""
+"""Bytes per value of the dtypes that a policy may have, by safetensors' names. I8: see `int8`; U8: `nf4_layout`."""
 
 MASKS = {
     "gpt2": (".attn.bias", ".crossattention.bias"), "gpt-sw3": (".attn.bias", ".crossattention.bias"),
@@ -277,7 +277,6 @@ COMPARED_VALUES = 1 << 22
 
 
 def _read_floats(stored: StoredTensor, first: int, count: int) -> NDArray[np.float32]:
-    """Some values of a tensor of floating-point numbers."""
     kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[stored.dtype]
     values = np.fromfile(stored.file, kind, count, offset=stored.start + first * ITEM_BYTES[stored.dtype])
     if stored.dtype == "BF16":

@@ -101,14 +101,12 @@ def write_tensors(path: Path, forms: Mapping[str, TensorHeader], tensors: Iterab
 
 
 def _forms(name: str, shape: tuple[int, ...], dtype: str) -> dict[str, TensorHeader]:
-    """What a file says of a tensor of the policy."""
     if _is_coded(shape, dtype):
         return {name: TensorHeader(torch.int8, shape), name + SCALE: TensorHeader(torch.float32, (shape[0], 1))}
     return {name: TensorHeader(written_dtype(dtype), shape)}
 
 
 def _as_stored(policy: NamedTensors, name: str, dtype: str) -> Iterable[tuple[str, Tensor]]:
-    """What a file holds of a tensor of the policy."""
     values = policy.whole(name, written_dtype(dtype))
     return (codes_and_scale(name, values) if _is_coded(values.shape, dtype) else {name: values}).items()
 

@@ -12,14 +12,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.models import lora_config
-from shoal.models.config import ModelConfig
 from shoal.models.interface import Published
-from shoal.models.layers import Body, EmbeddingAndHead, LayerWeights, Matrix, ModelWeights, hidden_states, wide
+from shoal.models.layers import (
+    Body,
+    DenseMatrix,
+    EmbeddingAndHead,
+    LayerWeights,
+    LoraPair,
+    Matrix,
+    ModelWeights,
+    arranged_low,
+    hidden_states,
+    wide,
+)
 from shoal.models.lora_config import AdapterSpec, LoraBase, stored_name
-from shoal.models.lora_layers import LoraPair, arranged_low
-from shoal.models.nf4 import CODE_DTYPES, Codes, Frozen
-from shoal.models.nf4_config import coded_forms
+from shoal.models.nf4 import CODE_DTYPES, Codes, Nf4Matrix
+from shoal.models.nf4_layout import coded_forms
 from shoal.models.packed_attention import SharedPrefixGroup, packed_hidden_states
+from shoal.models.transformer_config import TransformerConfig
 
 
 class Transformer(nn.Module):
@@ -30,8 +40,10 @@ class Transformer(nn.Module):
 
     after_head = None
 
-    def __init__(self, spec: ModelConfig, dtype: torch.dtype = torch.float32, coded: torch.dtype | None = None) -> None:
-        """Allocate without initialising: `files.load_policy` or `tiny.make_tiny` fill in the values. `coded`: what decoded
+    def __init__(
+        self, spec: TransformerConfig, dtype: torch.dtype = torch.float32, coded: torch.dtype | None = None
+    ) -> None:
+        """Allocate without initialising: `load_policy` or `make_tiny` fill in the values. `coded`: what decoded
         weights are rounded to, if the layers' matrices are NF4 codes, which never learn; None: they are weights."""
         super().__init__()
         self.spec = spec
@@ -39,7 +51,7 @@ class Transformer(nn.Module):
         """Whether a backward pass computes each layer again instead of keeping what the layer computed."""
         self.model = _Stack(spec, dtype, coded)
         if not spec.tied:
-            self.lm_head = _Matrix(spec.vocab_size, spec.width, dtype)
+            self.lm_head = _Linear(spec.vocab_size, spec.width, dtype)
         self.adapter: AdapterSpec | None = None
         self.base: LoraBase | None = None
         """What the adapter belongs to, if that is known."""
@@ -64,7 +76,6 @@ class Transformer(nn.Module):
         return packed_hidden_states(tokens_BT[0], families, frame, self._through)[None]
 
     def hidden(self, tokens_BT: Tensor, families: Sequence[SharedPrefixGroup] | None = None) -> Tensor:
-        """See `forward`."""
         return self(tokens_BT, families)
 
     def logits(self, hidden_xD: Tensor) -> Tensor:
@@ -77,7 +88,7 @@ class Transformer(nn.Module):
 
     def codes(self) -> dict[str, Codes]:
         """The matrices that are codes, by the names of their weights."""
-        found = {name: one.codes() for name, one in self.named_modules() if isinstance(one, _Matrix)}
+        found = {name: one.codes() for name, one in self.named_modules() if isinstance(one, _Linear)}
         return {f"{name}.weight": codes for name, codes in found.items() if codes is not None}
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -134,29 +145,29 @@ class Transformer(nn.Module):
 
 
 class _Stack(nn.Module):
-    def __init__(self, spec: ModelConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
+    def __init__(self, spec: TransformerConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
-        self.embed_tokens = _Matrix(spec.vocab_size, spec.width, dtype)
+        self.embed_tokens = _Linear(spec.vocab_size, spec.width, dtype)
         self.layers = nn.ModuleList(_Layer(spec, dtype, coded) for _ in range(spec.layers))
         self.norm = _Vector(spec.width, dtype)
 
 
 class _Layer(nn.Module):
-    def __init__(self, spec: ModelConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
+    def __init__(self, spec: TransformerConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
         self.input_layernorm = _Vector(spec.width, dtype)
         self.self_attn = _Attention(spec, dtype, coded)
         self.post_attention_layernorm = _Vector(spec.width, dtype)
         self.mlp = _Mlp(spec, dtype, coded)
 
-    def forward(self, x_ND: Tensor, body: Body, spec: ModelConfig, order: Tensor) -> Tensor:
+    def forward(self, x_ND: Tensor, body: Body, spec: TransformerConfig, order: Tensor) -> Tensor:
         """What `body` does with the hidden states before this layer."""
         return body(x_ND, _arrange(self, spec, order))
 
-    def matrices(self) -> "dict[str, _Matrix]":
+    def matrices(self) -> "dict[str, _Linear]":
         """All that an adapter may change, by name."""
         return {name: one for part in (self.self_attn, self.mlp) for name, one in part.named_children()
-                if isinstance(one, _Matrix)}  # fmt: skip
+                if isinstance(one, _Linear)}  # fmt: skip
 
     def pairs(self) -> dict[str, LoraPair]:
         """The adapters of its matrices."""
@@ -169,27 +180,27 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, spec: ModelConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
+    def __init__(self, spec: TransformerConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q_proj = _Matrix(queries, spec.width, dtype, coded, bias=spec.qkv_bias)
-        self.k_proj = _Matrix(keys, spec.width, dtype, coded, bias=spec.qkv_bias)
-        self.v_proj = _Matrix(keys, spec.width, dtype, coded, bias=spec.qkv_bias)
-        self.o_proj = _Matrix(spec.width, queries, dtype, coded)
+        self.q_proj = _Linear(queries, spec.width, dtype, coded, bias=spec.qkv_bias)
+        self.k_proj = _Linear(keys, spec.width, dtype, coded, bias=spec.qkv_bias)
+        self.v_proj = _Linear(keys, spec.width, dtype, coded, bias=spec.qkv_bias)
+        self.o_proj = _Linear(spec.width, queries, dtype, coded)
         if spec.qk_norm:
             self.q_norm = _Vector(spec.head_dim, dtype)
             self.k_norm = _Vector(spec.head_dim, dtype)
 
 
 class _Mlp(nn.Module):
-    def __init__(self, spec: ModelConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
+    def __init__(self, spec: TransformerConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
-        self.gate_proj = _Matrix(spec.mlp_width, spec.width, dtype, coded)
-        self.up_proj = _Matrix(spec.mlp_width, spec.width, dtype, coded)
-        self.down_proj = _Matrix(spec.width, spec.mlp_width, dtype, coded)
+        self.gate_proj = _Linear(spec.mlp_width, spec.width, dtype, coded)
+        self.up_proj = _Linear(spec.mlp_width, spec.width, dtype, coded)
+        self.down_proj = _Linear(spec.width, spec.mlp_width, dtype, coded)
 
 
-class _Matrix(nn.Module):
+class _Linear(nn.Module):
     """A weight, [outputs, inputs], and perhaps a bias, named as in the checkpoint. The weight may be NF4 codes instead."""
 
     weight: nn.Parameter
@@ -245,15 +256,12 @@ class _Matrix(nn.Module):
 
 
 class _Vector(nn.Module):
-    """The weight of a norm."""
-
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
 
 
-def _arrange(layer: _Layer, spec: ModelConfig, order: Tensor) -> LayerWeights:
-    """Fuse and reorder one layer's weights."""
+def _arrange(layer: _Layer, spec: TransformerConfig, order: Tensor) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     floor, head_floor = _floors(spec, order.device)
@@ -272,19 +280,18 @@ def _arrange(layer: _Layer, spec: ModelConfig, order: Tensor) -> LayerWeights:
     )
 
 
-def _together(matrices: Sequence[_Matrix], norm_D: Tensor | None = None, order: Tensor | None = None) -> Matrix:
+def _together(matrices: Sequence[_Linear], norm_D: Tensor | None = None, order: Tensor | None = None) -> Matrix:
     """Matrices side by side, multiplied by the weight of the norm before them, with their outputs in this order."""
     codes = [found for one in matrices if (found := one.codes()) is not None]
     if codes:
         norm_D = None if norm_D is None else norm_weight(norm_D)
-        return Frozen(codes, matrices[0].dtype, norm_D, None if order is None else order.argsort())
+        return Nf4Matrix(codes, matrices[0].dtype, norm_D, None if order is None else order.argsort())
     matrix_XD = matrices[0].weight if len(matrices) == 1 else torch.cat([one.weight for one in matrices])
     matrix_XD = matrix_XD if order is None else matrix_XD[order]
-    return matrix_XD.t() if norm_D is None else _behind(norm_D, matrix_XD)
+    return DenseMatrix(matrix_XD.t() if norm_D is None else _behind(norm_D, matrix_XD))
 
 
 def _behind(norm_D: Tensor, matrix_XD: Tensor) -> Tensor:
-    """A matrix, transposed, multiplied by the weight of the norm before it."""
     norm_D = norm_weight(norm_D)
     if norm_D.dtype == matrix_XD.dtype or torch.is_grad_enabled() or matrix_XD.device.type != "cpu":
         return scaled(matrix_XD, norm_D).t()
@@ -309,19 +316,19 @@ def norm_weight(weight_xD: Tensor) -> Tensor:
     return weight_xD.to(wide(weight_xD.dtype)) * weight_xD.shape[-1] ** 0.5
 
 
-def heads_norm(query_E: Tensor, key_E: Tensor, spec: ModelConfig, order: Tensor) -> Tensor:
+def heads_norm(query_E: Tensor, key_E: Tensor, spec: TransformerConfig, order: Tensor) -> Tensor:
     """The weights of the norms of a layer's queries and keys, [K, J, E], as `LayerWeights` has them."""
     norms_HE = torch.cat((*[query_E] * spec.heads, *[key_E] * spec.kv_heads))
     return norm_weight(norms_HE[order[: len(norms_HE)]].view(spec.kv_heads, -1, spec.head_dim))
 
 
-def _floors(spec: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+def _floors(spec: TransformerConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Terms that keep the norms of the width and of a head from dividing by zero: sqrt(size * eps), [1]."""
     width, head = (torch.tensor([(n * spec.norm_eps) ** 0.5], device=device) for n in (spec.width, spec.head_dim))
     return width, head
 
 
-def head_order(spec: ModelConfig) -> Tensor:
+def head_order(spec: TransformerConfig) -> Tensor:
     """Order of the outputs of query, key and value: each key head after the G queries that share it, then the values.
 
     Within a query or key head, element i is next to i + E / 2, with which it rotates. Scores do not change, because queries

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from shoal.errors import StateError
 from shoal.models.checkpoint import find_tensors, policy_tensors, save_policy
-from shoal.models.config import ARCHITECTURES, NO_CONFIG, ModelConfig
+from shoal.models.config import NO_CONFIG
 from shoal.models.interface import Published
 from shoal.models.load_tensors import demand_floats, demand_same_shapes, fill_all
 from shoal.models.lora_config import has_adapter
 from shoal.models.safetensors_header import decode_strictly, read_capped
 from shoal.models.transformer import Transformer
+from shoal.models.transformer_config import ARCHITECTURES, TransformerConfig
 from shoal.protocol.constants import MAX_JSON_BYTES
 
 HEAD = "score.weight"
@@ -37,7 +38,7 @@ WITH_HEAD = "ForSequenceClassification"
 class TransformerWithValueHead(Transformer):
     """The layers of a policy below a head of one number. It has no head over the vocabulary, so it writes nothing."""
 
-    def __init__(self, spec: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, spec: TransformerConfig, dtype: torch.dtype = torch.float32) -> None:
         """Allocate without initialising, except the head, which begins at 0. It is float32 whatever the layers are."""
         super().__init__(replace(spec, tied=True), dtype)
         self.score = _Head(spec.width)
@@ -70,7 +71,7 @@ class _Labels(msgspec.Struct):
     id2label: dict[str, str] | None = None
 
 
-def config_of(spec: ModelConfig) -> dict[str, Any]:
+def config_of(spec: TransformerConfig) -> dict[str, Any]:
     """The `config.json` with which `transformers` opens a model of this shape with a head of one number."""
     return spec.to_hf() | {
         "architectures": [architecture_of(spec)],
@@ -80,7 +81,7 @@ def config_of(spec: ModelConfig) -> dict[str, Any]:
     }
 
 
-def architecture_of(spec: ModelConfig) -> str:
+def architecture_of(spec: TransformerConfig) -> str:
     """The name of the class of `transformers` that has these layers below a head of labels."""
     return ARCHITECTURES[spec.family].removesuffix(OF_POLICY) + WITH_HEAD
 
@@ -117,9 +118,9 @@ def load_valued(directory: Path, dtype: torch.dtype = torch.float32) -> Transfor
     return model
 
 
-def valued_spec_of(directory: Path) -> ModelConfig:
+def valued_spec_of(directory: Path) -> TransformerConfig:
     """The shape of the model with a head of one number in a directory. Raises `StateError` if it holds another model."""
-    spec, path = ModelConfig.from_directory(directory), Path(directory) / "config.json"
+    spec, path = TransformerConfig.from_directory(directory), Path(directory) / "config.json"
     labels = decode_strictly(read_capped(path, MAX_JSON_BYTES), _Labels, path, NO_CONFIG)
     wanted, found = architecture_of(spec), (labels.architectures or ["none"])[0]
     if found != wanted:  # guard: a-policy-is-no-reward-model

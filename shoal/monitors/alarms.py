@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 from shoal.alarms import Alarm
 from shoal.ledger.event import Entry
 from shoal.monitors import host, learning, nodes
-from shoal.monitors.inputs import HeldoutResult, LimitExceeded, Machine, MonitorInputs, around_best, in_view
-from shoal.monitors.log_stats import Digest
+from shoal.monitors.monitor_inputs import HeldoutResult, LimitExceeded, Machine, MonitorInputs, around_best, in_view
+from shoal.monitors.step_statistics import Digest
 
 
 class Monitor(NamedTuple):

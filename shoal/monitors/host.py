@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median, median_low
 
-from shoal.ledger.hints import NO_LEASE, QUOTA, RAISE_QUOTA, WORKER_REMEDY, split_remedy
-from shoal.monitors.inputs import LEAST_STEPS, LimitExceeded, Machine, MonitorInputs, is_number, measured
+from shoal.ledger.remedies import NO_LEASE, QUOTA, RAISE_QUOTA, WORKER_REMEDY
+from shoal.monitors.monitor_inputs import LEAST_STEPS, LimitExceeded, Machine, MonitorInputs, measured
+from shoal.step_metrics import is_number
 
 # --- disk ---
 
@@ -128,19 +129,20 @@ def _is_past(machine: Machine) -> bool:
 
 def _waits(view: MonitorInputs, machine: Machine) -> str:
     """What took most of the time."""
-    who, colon, rest = split_remedy(_blamed(machine))[0].removesuffix(".").partition(": ")
+    who, colon, rest = _blamed(machine)[0].removesuffix(".").partition(": ")
     said = f"waiting for {who}{colon}{_whose(view, machine)}{rest}"
     return f"of these, {machine.longest_s:.0f} s {said}" if _is_past(machine) else said
 
 
-def _blamed(machine: Machine) -> str:
-    return machine.longest or machine.waiting_for
+def _blamed(machine: Machine) -> tuple[str, str]:
+    """What is blamed, and what to do about it."""
+    return (machine.longest, machine.longest_remedy) if machine.longest else (machine.waiting_for, machine.remedy)
 
 
 def _whose(view: MonitorInputs, machine: Machine) -> str:
     """Whose leases are the oldest, if workers are waited for and the status does not say who is silent."""
-    blamed = _blamed(machine)
-    if not blamed.startswith(WORKERS) or NO_LEASE in blamed or WORKER_REMEDY in blamed:
+    blamed, remedy = _blamed(machine)
+    if not blamed.startswith(WORKERS) or NO_LEASE in blamed or remedy == WORKER_REMEDY:
         return ""
     whose = ", ".join(f"{view.name_of(key)} {machine.now - since:.0f} s" for key, since in view.leased)
     return f"leased longest: {whose}; " if whose else ""
@@ -150,8 +152,8 @@ def _remedy(machine: Machine) -> str:
     """What to do about what the run has waited for longest."""
     if machine.notice:
         return "The run goes on by itself after that"
-    blamed = _blamed(machine)
-    if remedy := split_remedy(blamed)[1]:
+    blamed, remedy = _blamed(machine)
+    if remedy:
         return remedy
     if QUOTA in blamed:
         return RAISE_QUOTA

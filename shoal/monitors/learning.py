@@ -5,14 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from shoal.monitors.inputs import (
+from shoal.monitors.monitor_inputs import (
     LEAST_STEPS,
     START_STEPS,
     HeldoutResult,
     LimitExceeded,
     Machine,
     MonitorInputs,
-    is_number,
     measured,
     noise_of,
     now_of,
@@ -20,6 +19,7 @@ from shoal.monitors.inputs import (
     start_of,
 )
 from shoal.protocol.rollout_validation import unbegun_remedy
+from shoal.step_metrics import is_number
 
 # --- drift ---
 

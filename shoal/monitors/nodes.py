@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from shoal.monitors.inputs import START_STEPS, LimitExceeded, MonitorInputs, measured
-from shoal.monitors.log_stats import NodeStep, StepDigest
+from shoal.monitors.monitor_inputs import START_STEPS, LimitExceeded, MonitorInputs, measured
+from shoal.monitors.step_statistics import NodeStep, StepDigest
 
 # --- poisoning ---
 

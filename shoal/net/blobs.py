@@ -25,8 +25,6 @@ from shoal.run_folder import name_file, sync_folder
 
 # --- A file as an answer, for clients that may be many and slow ---
 #
-# Ranges, conditional requests, little memory.
-#
 # A file's name is its hash, so its bytes never change and any cache may keep them.
 
 
@@ -47,8 +45,6 @@ _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})", re.ASCII)
 
 
 class _OpenAnswers:
-    """How many answers of this process are open."""
-
     count = 0
 
     @classmethod
@@ -158,8 +154,6 @@ def names(condition: str, etag: str) -> bool:
 
 
 # --- Bulk data stored under its hash ---
-#
-# Submissions and chunks.
 #
 # One file ab/abcdef… holds each blob. File names come from checked hashes, never from a peer's path. Data is verified
 # when it is read. Data damaged on disk is refused; the next put repairs it.
@@ -343,13 +337,11 @@ def _cannot_write(folder: Path, error: OSError) -> StateError:
 
 # --- A folder of public blobs over HTTP ---
 #
-# `GET /v1/blobs/{hash}` with ranges and conditions, as caches and CDNs expect.
-#
 # It asks nobody who may read: all that is in the folder is public. An ordinary web server can serve the same folder in
 # its place.
 
 
-def shelf(
+def blob_app(
     folder: Path,
     clock: Callable[[], float],
     *,
@@ -360,15 +352,15 @@ def shelf(
 ) -> Starlette:
     """An application that serves a folder's blobs. `gate` limits the rate of each address. `serve` makes the answer for a
     hash, if not simply from the folder; `more` are further routes; `options` are Starlette's."""
-    doors = gate or Gate(clock)
+    gate = gate or Gate(clock)
 
     async def get_blob(request: Request) -> Response:
-        await doors.anyone(request)
+        await gate.anyone(request)
         name = request.path_params["hash"]
         return serve(name) if serve else serve_blob(folder, name)
 
     async def get_health(request: Request) -> Response:
-        await doors.anyone(request)
+        await gate.anyone(request)
         return PlainTextResponse("ok\n")
 
     return server.application([Route("/v1/blobs/{hash}", get_blob), Route("/healthz", get_health), *more], **options)

@@ -14,18 +14,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import httpx
 
 from shoal.errors import NothingYet, PeerError, Superseded
-from shoal.net.forward_proxy import redacted
+from shoal.net.outbound_proxy import redacted
 from shoal.net.retryable_errors import RetryableError, another_program, map_http_errors, retry_after
-from shoal.net.safe_http import SHOAL, PinnedSideTransport, location_of, read_capped
+from shoal.net.safe_http import SHOAL, USER_AGENT, PinnedSideTransport, location_of, read_capped
 from shoal.net.urls import server_url
 from shoal.protocol import constants, encoding
 from shoal.protocol.messages import Refusal, RunVersions
-from shoal.protocol.signing import Key, RequestLine, content_digest, sign_request
+from shoal.protocol.signing import Key, RequestLine, SenderState, content_digest, sign_request
 
 T = TypeVar("T")
 
@@ -54,6 +54,8 @@ PATIENCE_S, FIRST_PATIENCE_S = 5.0, 3.0
 """Trouble that lasts longer than this is reported, and again each time that it has lasted twice as long. The shorter one is
 for a server that has never answered: its URL may be wrong."""
 
+OCTETS = "application/octet-stream"
+
 NEVER_ANSWERED = "It has not answered before: check the URL, and that the host is up"
 
 log = logging.getLogger(__name__)
@@ -73,6 +75,15 @@ class PeerRefused(PeerError):
         self.status, self.code, self.reason = status, code, reason
 
 
+class Timing(NamedTuple):
+    """Clocks, pauses and the chance in their lengths."""
+
+    clock: Callable[[], float] = time.time
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    monotonic: Callable[[], float] = time.monotonic
+    rng: random.Random | None = None
+
+
 class Client:
     """Calls to one server. Use as `async with Client(url, key) as client`, or call `close`."""
 
@@ -83,10 +94,7 @@ class Client:
         *,
         run: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
-        clock: Callable[[], float] = time.time,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        monotonic: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
+        timing: Timing | None = None,
         on_wait: Callable[[str], None] = warn_of_wait,
     ) -> None:
         """`run`, `head` and `manifest` are sent with each call that `key` signs; set these attributes once they are known.
@@ -100,8 +108,8 @@ class Client:
         self.head = ""
         self.manifest = ""
         self.key = key
-        self._clock, self._sleep, self._monotonic, self._on_wait = clock, sleep, monotonic, on_wait
-        self._rng = rng or random.Random(secrets.randbits(64))
+        self._clock, self._sleep, self._monotonic, rng = timing or Timing()
+        self._rng, self._on_wait = rng or random.Random(secrets.randbits(64)), on_wait
         self._reached = self._was_silent = False
         self.answered_at: float | None = None
         """When the server last answered anything, a refusal included, by the monotonic clock."""
@@ -115,7 +123,7 @@ class Client:
             transport=transport or self._network,
             trust_env=False,
             follow_redirects=False,
-            headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
+            headers={"accept-encoding": "identity", "user-agent": USER_AGENT},
         )
 
     def expect_run(self) -> None:
@@ -161,7 +169,7 @@ class Client:
         timeout_s: float = constants.REQUEST_TIMEOUT_S,
     ) -> bytes:
         """The bytes at a path. Raises `NothingYet` (404), `Superseded` (410), `PeerRefused` or `PeerError`."""
-        return await self._call(_Call("GET", path, b"", "", cap, deadline_s, timeout_s))
+        return await self._call(_Call("GET", path, cap=cap, deadline_s=deadline_s, timeout_s=timeout_s))
 
     async def get_json(
         self,
@@ -208,39 +216,14 @@ class Client:
         """Send a JSON message and read the answer as `kind`. Raises as `get_json`."""
         return await self.send("POST", path, encoding.to_json(value), kind, deadline_s=deadline_s, timeout_s=timeout_s)
 
-    async def put_json(
-        self,
-        path: str,
-        value: object,
-        kind: type[T],
-        *,
-        deadline_s: float | None = None,
-        timeout_s: float = constants.REQUEST_TIMEOUT_S,
-    ) -> T:
-        """Like `post_json`, with PUT."""
-        return await self.send("PUT", path, encoding.to_json(value), kind, deadline_s=deadline_s, timeout_s=timeout_s)
-
-    async def put_bytes(
-        self,
-        path: str,
-        body: bytes,
-        kind: type[T],
-        *,
-        deadline_s: float | None = None,
-        timeout_s: float = constants.REQUEST_TIMEOUT_S,
-    ) -> T:
-        """Send bytes (a submission, a chunk) with PUT and read the answer as `kind`. Raises as `get_json`."""
-        return await self.send(
-            "PUT", path, body, kind, media_type="application/octet-stream", deadline_s=deadline_s, timeout_s=timeout_s
-        )
+    async def put_bytes(self, path: str, body: bytes, kind: type[T], *, deadline_s: float | None = None) -> T:
+        """Send a submission with PUT and read the answer as `kind`. Raises as `get_json`."""
+        return await self.send("PUT", path, body, kind, media_type=OCTETS, deadline_s=deadline_s)
 
     async def put_blob(self, digest: str, body: bytes, kind: type[T], *, deadline_s: float | None = None) -> T:
         """Send bytes under `digest`, which must be their SHA-256, as the caller knows. Raises as `get_json`."""
         path = f"/v1/blobs/{digest}"
-        call = _Call(
-            "PUT", path, body, "application/octet-stream", constants.MAX_JSON_BYTES, deadline_s,
-            constants.REQUEST_TIMEOUT_S, digest,
-        )  # fmt: skip
+        call = _Call("PUT", path, body, OCTETS, deadline_s=deadline_s, digest=digest)
         return self._decode(await self._call(call), kind, path)
 
     async def send(
@@ -255,15 +238,14 @@ class Client:
         timeout_s: float = constants.REQUEST_TIMEOUT_S,
     ) -> T:
         """Send a body unchanged and read the JSON answer as `kind`. Raises as `get_json`."""
-        call = _Call(method, path, body, media_type, constants.MAX_JSON_BYTES, deadline_s, timeout_s)
+        call = _Call(method, path, body, media_type, deadline_s=deadline_s, timeout_s=timeout_s)
         return self._decode(await self._call(call), kind, path)
 
     async def post_packed(
         self, path: str, value: object, kind: type[T], *, cap: int, deadline_s: float | None = None
     ) -> T:
         """Like `post_json`, with MessagePack both ways."""
-        body, limit_s = encoding.to_msgpack(value), constants.REQUEST_TIMEOUT_S
-        call = _Call("POST", path, body, "application/msgpack", cap, deadline_s, limit_s)
+        call = _Call("POST", path, encoding.to_msgpack(value), "application/msgpack", cap, deadline_s)
         return self._decode(await self._call(call), kind, path, encoding.from_msgpack)
 
     def _decode(
@@ -343,9 +325,7 @@ class Client:
                 call.digest or encoding.digest(call.body),
                 created=int(self._clock()),
                 nonce=secrets.token_urlsafe(16),
-                run=self.run,
-                head=self.head,
-                manifest=self.manifest,
+                sender=SenderState(self.run, self.head, self.manifest),
             )
             request.headers.update(signed)
         with map_http_errors(self.base_url, limit_s, lambda: self._reached):
@@ -362,7 +342,6 @@ class Client:
         return self._judge(call, response, body)
 
     def _judge(self, call: "_Call", response: httpx.Response, body: bytes | None) -> bytes:
-        """The body of a good answer. For other answers, raises the matching error."""
         status, ours = response.status_code, SHOAL in response.headers
         if status in _PASSING:
             self.answered_at = self._monotonic() if ours else self.answered_at
@@ -414,11 +393,11 @@ class Client:
 class _Call:
     method: str
     path: str
-    body: bytes
-    media_type: str
-    cap: int
-    deadline_s: float | None
-    timeout_s: float
+    body: bytes = b""
+    media_type: str = ""
+    cap: int = constants.MAX_JSON_BYTES
+    deadline_s: float | None = None
+    timeout_s: float = constants.REQUEST_TIMEOUT_S
     digest: str = ""
     """SHA-256 of the body, hex, if it is already known."""
 
@@ -446,7 +425,6 @@ async def _parts(body: bytes) -> AsyncIterator[bytes]:
 
 
 def _refusal(body: bytes | None) -> Refusal:
-    """The refusal in a body, or one that says that the body cannot be read."""
     try:
         refusal = encoding.from_json(body or b"", Refusal)
         return Refusal(error=refusal.error[:MAX_REASON_CHARS], code=refusal.code[:64])  # guard: short-refusals

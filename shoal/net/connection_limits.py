@@ -153,7 +153,11 @@ class Connections:
         return any((mapped or address) in network for network in self._trusted)
 
     def _close_longest_idle(self, among: "dict[Connection, None] | list[Connection]") -> bool:
-        longest = min(among, key=_idle_since, default=None) if isinstance(among, list) else next(iter(among), None)
+        longest = (
+            min(among, key=lambda one: one.idle_since, default=None)
+            if isinstance(among, list)
+            else next(iter(among), None)
+        )
         if longest is None:
             return False
         self.leave(longest)
@@ -168,7 +172,6 @@ class Connections:
         return False
 
     def _tell(self, connection: "Connection") -> None:
-        """Log that the limits are reached, but not for every connection."""
         now = connection.loop.time()
         if now < self._tell_at:
             return
@@ -178,10 +181,6 @@ class Connections:
         )  # fmt: skip
         self._tell_at = now + TELL_EVERY_S
         self._num_closed = self._num_refused = 0
-
-
-def _idle_since(connection: "Connection") -> int:
-    return connection.idle_since
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -377,7 +376,6 @@ class Connection(HttpToolsProtocol):
 
 
 def _bytes_of(refused: RequestRefused) -> bytes:
-    """A refusal as bytes on the wire, for a connection that it ends."""
     response = refusal(refused)
     response.headers["connection"] = "close"
     response.headers[PROTOCOL_HEADER] = str(constants.PROTOCOL_VERSION)

@@ -21,7 +21,7 @@ PROXY = "the proxy"
 """How an error of a proxy's connection begins."""
 
 
-class RetryableError(Exception):
+class RetryableError(PeerError):
     """An attempt failed in a way that may pass."""
 
     def __init__(self, reason: str, retry_s: float = 0.0) -> None:
@@ -73,7 +73,6 @@ def map_http_errors(base_url: str, limit_s: float, reached: Callable[[], bool]) 
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """The TLS or name error that an error of httpx wraps, if any."""
     while error is not None and not isinstance(error, (ssl.SSLError, socket.gaierror)):
         error = error.__cause__ or error.__context__
     return error

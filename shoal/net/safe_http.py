@@ -5,21 +5,21 @@ import contextlib
 import ipaddress
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import httpcore
 import httpx
 
 from shoal.errors import PeerError
 from shoal.net import urls
-from shoal.net.forward_proxy import open_tunnel, proxy_error, proxy_for, redacted
+from shoal.net.outbound_proxy import open_tunnel, proxy_error, proxy_for, redacted
 from shoal.net.retryable_errors import PROXY, RetryableError, map_http_errors
-from shoal.net.urls import addresses_of, is_outside, port_of
+from shoal.net.urls import port_of
+from shoal.protocol.constants import PROTOCOL_VERSION
 
 # --- Connections to strangers' servers ---
-#
-# Their answers must begin soon, and httpx acts on none of their headers.
 #
 # Before its answer, a server may send interim ones (HTTP 1xx), which httpcore skips however many come. At the full rate
 # of a line they would keep a process from everything else. httpx reads where a redirect leads even if it follows none,
@@ -28,6 +28,8 @@ from shoal.net.urls import addresses_of, is_outside, port_of
 
 MOST_HEAD_BYTES = 16 << 10
 """Of interim answers and headers before the body of an answer."""
+
+USER_AGENT = f"shoal/{PROTOCOL_VERSION}"
 
 _DEFAULT = httpx.Limits()
 
@@ -40,10 +42,12 @@ def location_of(response: httpx.Response) -> str:
 class HardenedTransport(httpx.AsyncHTTPTransport):
     """The network, for servers of strangers. `location_of` has what it takes off an answer."""
 
-    def __init__(self, *, verify: bool, limits: httpx.Limits = _DEFAULT, proxy: httpx.URL | None = None) -> None:
+    def __init__(
+        self, *, verify: bool | ssl.SSLContext, limits: httpx.Limits = _DEFAULT, proxy: httpx.URL | None = None
+    ) -> None:
         """A `proxy` connects to servers with TLS, and forwards requests to the others."""
         super().__init__(verify=verify, limits=limits, trust_env=False, proxy=None if verify else proxy)
-        self._pool._network_backend = _Backend(self._pool._network_backend, proxy, verify)
+        self._pool._network_backend = _Backend(self._pool._network_backend, proxy, bool(verify))
         self._forwarding = None if verify else proxy
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -93,8 +97,6 @@ class _Stream(httpcore.AsyncNetworkStream):
 
 
 class _Backend(httpcore.AsyncNetworkBackend):
-    """Opens such connections."""
-
     def __init__(self, inner: httpcore.AsyncNetworkBackend, proxy: httpx.URL | None, tunnels: bool) -> None:
         """`tunnels`: whether the proxy connects to servers, and does not get the requests themselves."""
         self._inner, self._proxy, self._tunnels = inner, proxy, tunnels
@@ -127,8 +129,6 @@ class _Backend(httpcore.AsyncNetworkBackend):
 
 
 # --- Connections to one server that stay on its side ---
-#
-# Outside, if it was outside when it first answered.
 #
 # A host decides where its name leads. It could let the name lead to itself while a volunteer joins, and into the
 # volunteer's own network afterwards. So the side is decided once, by the address that answered, and later connections go
@@ -210,7 +210,6 @@ class PinnedSideTransport(httpx.AsyncBaseTransport):
 
 
 def _peer_of(response: httpx.Response) -> str:
-    """The address of the server that sent an answer."""
     stream = response.extensions.get("network_stream")
     address = stream.get_extra_info("server_addr") if stream is not None else None
     return str(address[0]) if address else ""
@@ -240,82 +239,88 @@ async def raw_parts(
         yield part
 
 
-async def read_capped(response: httpx.Response, cap: int) -> bytes | None:
-    """The body, or None if it has more than `cap` bytes. Raises `RetryableError` if it ends early, or comes in tiny
-    parts."""
+async def read_capped(
+    response: httpx.Response, cap: int, take: Callable[[bytes], object] | None = None
+) -> bytes | None:
+    """The body, or None if it has more than `cap` bytes; `take` gets it part by part instead. Raises `RetryableError` if it
+    ends early, or comes in tiny parts."""
     declared = response.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > cap:
         return None
-    body = bytearray()
+    body, num_bytes = bytearray(), 0
     async for part in raw_parts(response):
-        body += part
-        if len(body) > cap:
+        num_bytes += len(part)
+        if num_bytes > cap:  # guard: size-of-an-answer
             return None
-    if declared.isdecimal() and len(body) != int(declared):
-        raise RetryableError(f"the answer ended after {len(body)} of {declared} bytes. Check the connection")
+        (take or body.extend)(part)
+    if declared.isdecimal() and num_bytes != int(declared):
+        raise RetryableError(f"the answer ended after {num_bytes} of {declared} bytes. Check the connection")
     return bytes(body)
 
 
-# --- One small request to a server that a stranger named ---
+# --- one GET ---
 #
-# At an address that was judged, without redirects, within limits.
-#
-# What comes back is as hostile as the URL.
+# Of a URL that a stranger gave, only at an address that was judged. What comes back is as hostile as the URL.
 
 
 LOOK_UP_S = 5.0
+
+SILENCE_S, CONNECT_S = 30.0, 10.0
+"""A server that sends nothing for so long counts as gone, and so does one that takes no connection."""
+
+KNOWN = None
+"""In the place of an address: the user gave the URL, so its name may lead anywhere, and the user's proxy looks it up."""
+
+
+class Answer(NamedTuple):
+    """An answer that is no redirect."""
+
+    status: int
+    headers: httpx.Headers
+    body: bytes
+    """Of a good one; empty of others."""
 
 
 async def judged_address(url: httpx.URL, own: str = "") -> str:
     """An address of a stranger's host that may be called: outside, or the stranger's `own`. Raises `PeerError`."""
     try:
-        found = await asyncio.wait_for(addresses_of(url.host, port_of(url)), LOOK_UP_S)
+        return await asyncio.wait_for(urls.outside_address(url.host, port_of(url), own), LOOK_UP_S)
     except (OSError, TimeoutError, UnicodeError):
         raise PeerError(f"the address of {url.host} was not found: check the name and its DNS records") from None
-    # guard: registered-inside
-    if not found or not all(is_outside(address) or (own and address == own) for address in found):
-        raise PeerError(
-            f"{url.host} is {', '.join(found)[:80] or 'nowhere'}, an address inside a network: offer one that others "
-            "reach from outside, such as your router's with the port forwarded"
-        )
-    return found[0]
 
 
-async def ask(
+async def get(
     url: httpx.URL,
-    address: str,
-    path: str,
     *,
     cap: int,
-    limit_s: float,
-    headers: dict[str, str] | None = None,
-) -> tuple[int, bytes]:
-    """The status and at most `cap` bytes of `GET url/path` at this address, in `limit_s` in all. Raises `PeerError`."""
-    below = url.copy_with(path=f"{url.path.rstrip('/')}{path}", host=address)
-    try:
-        with map_http_errors(str(url), limit_s, lambda: True):
-            async with (
-                asyncio.timeout(limit_s),
-                httpx.AsyncClient(
-                    transport=HardenedTransport(verify=url.scheme == "https"), trust_env=False, follow_redirects=False
-                ) as http,
-                http.stream(
-                    "GET",
-                    below,
-                    headers={"host": url.netloc.decode("ascii"), "accept-encoding": "identity", **(headers or {})},
-                    extensions={"sni_hostname": url.host},
-                    timeout=limit_s,
-                ) as response,
-            ):
-                if response.is_redirect:
-                    raise PeerError(
-                        f"{url} redirects, and no redirect is followed: offer the URL that it leads to"
-                    )  # guard: no-redirect-of-relays
-                body = bytearray()  # a copy for each part would take seconds
-                async for part in raw_parts(response):
-                    body += part[: cap - len(body)]
-                    if len(body) >= cap:
-                        break
-                return response.status_code, bytes(body)
-    except RetryableError as trouble:
-        raise PeerError(f"{url}: {trouble}") from None
+    deadline_s: float,
+    address: str | None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    take: Callable[[bytes], object] | None = None,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> Answer:
+    """One GET: its headers alone if `cap` is 0, else also its body, of at most `cap` bytes, within `deadline_s` in all.
+
+    `address`: the judged one, of a stranger's URL, or KNOWN. `take` gets the body part by part instead. Raises
+    `RetryableError` for trouble that may pass, and `PeerError`, also for a redirect and for a longer body.
+    """
+    proxy = proxy_for(url.scheme, url.host) if address is None else None
+    network = transport or HardenedTransport(verify=url.scheme == "https", proxy=proxy)
+    http = httpx.AsyncClient(transport=network, trust_env=False, timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S))
+    named = {"host": url.netloc.decode("ascii"), "accept-encoding": "identity", "user-agent": USER_AGENT, **headers}
+    at = url if address is None else url.copy_with(host=address)
+    # guard: no-redirects
+    asked = http.stream("GET", at, headers=named, extensions={"sni_hostname": url.host}, follow_redirects=False)
+    is_reached = False
+    with map_http_errors(str(url), deadline_s, lambda: is_reached):
+        async with asyncio.timeout(deadline_s), http, asked as response:  # guard: slow-registry-ends
+            is_reached = True
+            if response.is_redirect:  # guard: no-redirect-of-relays
+                to = location_of(response)[:200]
+                raise PeerError(
+                    f"{url} redirects to {to!r}, which is not followed: give that URL instead, if you trust it"
+                )
+            body = await read_capped(response, cap, take) if cap and response.is_success else b""
+            if body is None:
+                raise PeerError(f"{url} has more than {cap} bytes: it was not read")
+            return Answer(response.status_code, response.headers, body)

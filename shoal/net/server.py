@@ -2,8 +2,7 @@
 
 A `Gate` checks in this order: rate of the address, declared size, signature, rate of the key, then whatever the role asks
 of the sender; only then does it read the body, within limits of time. `application` turns every error of the `ShoalError`
-and wire families into a `types.Refusal` with the right status. This file defines no route, and does not decide who may make
-which call.
+and wire families into a `Refusal` with the right status.
 """
 
 import asyncio

@@ -11,10 +11,6 @@ from shoal.errors import PeerError
 from shoal.protocol.constants import MAX_URL_CHARS
 
 # --- URLs that users type and strangers offer ---
-#
-# In one form, or refused with what to write.
-#
-# It opens no connection and looks up no name: whether an address may be called is for `addresses` and `outside`.
 
 
 FORM = "http(s)://HOST[:PORT][/PATH]"
@@ -76,8 +72,6 @@ def port_of(url: httpx.URL) -> int:
 
 # --- Which network addresses are outside ---
 #
-# On the internet, and not inside the network of this machine.
-#
 # Called before a URL that a stranger gave is asked. Otherwise a stranger could let this machine call its own services, or
 # those of its network. A name is looked up here and the caller connects to the address that was judged, so a name that
 # changes its address gains nothing.
@@ -114,13 +108,19 @@ async def addresses_of(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[4][0]) for address in found))
 
 
-async def outside_address(host: str, port: int) -> str:
-    """An address of a name that a stranger gave. Raises `PeerError` if one of them is inside, and OSError."""
+async def outside_address(host: str, port: int, own: str = "") -> str:
+    """An address of a name that a stranger gave. Raises `PeerError` if one of them is inside, and not the stranger's `own`,
+    and OSError."""
     found = await addresses_of(host, port)
-    inside = [address for address in found if not is_outside(address)]
-    if inside or not found:  # guard: nothing-inside
+    inside = [address for address in found if not is_outside(address) and address != own]
+    if inside or not found:  # guard: nothing-inside, registered-inside
         raise PeerError(
-            f"{host} is {', '.join(inside)[:80] or 'nowhere'}: an address inside a network. Only a run that is itself "
-            "inside one may have such sources"
+            f"{host} is {', '.join(inside)[:80] or 'nowhere'}, an address inside a network: give one that others reach, as "
+            "your router's with the port forwarded. Only a run that is itself inside may name it"
         )
     return found[0]
+
+
+def below(url: httpx.URL, path: str) -> httpx.URL:
+    """The URL of a path below another."""
+    return url.copy_with(path=f"{url.path.rstrip('/')}{path}")

@@ -31,10 +31,7 @@ class Clock:
         then()
 
 
-# --- Transfers that share links, at rates that are max-min fair ---
-#
-# A link is a name with a capacity, such as a worker's downlink or the uplinks of all relays together: a client takes
-# chunks from several sources at once, so they are one link to it.
+# --- transfers, at rates that are max-min fair ---
 
 
 DONE_BYTES = 1e-3
@@ -110,11 +107,10 @@ def _time_left(flow: Flow) -> float:
     return flow.left_bytes / flow.rate if flow.rate else float("inf")
 
 
-# --- The relays of a simulated run ---
+# --- relays ---
 #
-# They take each version from the origin, and pass on each chunk that they have. Clients take chunks from all relays at
-# once, so their uplinks are one link. Each relay fetches the chunks in a random order, so together they have all of them
-# before any of them has.
+# Clients take chunks from all relays at once, so their uplinks are one link. Each relay fetches the chunks in a random
+# order, so together they have all of them before any of them has.
 
 
 @dataclass

@@ -19,18 +19,18 @@ from shoal.ledger.commands import AskLease, JoinRun, Publish, Submit, SubmitVerd
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.event import Body
+from shoal.ledger.event_types import apply, decide, make_entry
 from shoal.ledger.lease_granting import blocks_to_give
 from shoal.ledger.lease_sizing import work_of
 from shoal.ledger.leases import LeaseGranted
-from shoal.ledger.records import LeaseRecord
-from shoal.ledger.registry import apply, decide, make_entry
-from shoal.ledger.run import Create, RunCreated
 from shoal.ledger.run_decisions import consequent_events
+from shoal.ledger.run_events import Create, RunCreated
 from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord
 from shoal.plan.links import Clock, Network, SimulatedRelays
 from shoal.plan.simulation_input import Outcome, SimulationInput, Stalled, WorkerMachine
 from shoal.protocol.algorithm_config import step_credit_of
-from shoal.protocol.audit_selection import influence, must_audit, paid_tokens
+from shoal.protocol.audit_and_pay import influence, must_audit, paid_tokens
 from shoal.protocol.constants import MAX_OPEN_LEASES
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import GroupVerdict, Join, Sampling, StepReward, Verdict
@@ -122,7 +122,7 @@ class _SimulatedRun:
         return self.sent_bytes + (self.relays.fetched_bytes if self.relays else 0.0)
 
     def do(self, command: object) -> list[Body]:
-        """Decide a command, as the book does. Raises `Refused`, `Wait`."""
+        """Decide a command, as `LogWriter` does. Raises `Refused`, `Wait`."""
         made: list[Body] = []
         bodies = decide(command, self.state)
         while bodies:

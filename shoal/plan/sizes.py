@@ -1,6 +1,6 @@
 """What a run takes in memory, on disk and for each version, by its run file alone.
 
-All results are bytes. A worker's memory is that of the embedded engine, as `engine/memory_estimate` has it.
+All results are bytes. A worker's memory is that of the embedded engine, as `models/memory` has it.
 """
 
 import math
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from shoal.config import RunConfig
 from shoal.config.load import resolve_path
-from shoal.engine.memory_estimate import ITEM_BYTES as LOADED_BYTES
-from shoal.engine.memory_estimate import adapter_bytes, needs_of_spec
 from shoal.errors import ConfigError, ShoalError
 from shoal.models.config import ModelConfig
-from shoal.models.hf_config import HFConfig
 from shoal.models.hub_download import Hub
-from shoal.models.open_model import AUTO, sized_spec_of
-from shoal.models.parameter_counts import adapter_parameters_of, critic_parameters_of, parameters_of, weights_of
+from shoal.models.memory import ITEM_BYTES as LOADED_BYTES
+from shoal.models.memory import critic_parameters, engine_memory, weight_bytes
+from shoal.models.open_model import AUTO
+from shoal.models.open_model import spec_of as shape_of
 from shoal.models.random_model import tiny_spec
+from shoal.models.transformer_config import TransformerConfig
 from shoal.protocol.algorithm_config import needs_critic
 from shoal.protocol.hub_reference import is_hub
 from shoal.protocol.tolerances import may_be_patched
@@ -79,27 +79,25 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
     """The sizes of a run. `parameters` replaces the run file's model; `patch_share` is what a patch has of a version, below
     0 if that is assumed. Raises `StateError`, `UnknownShape`."""
     spec = None if parameters else spec_of(config, recipe_dir)
-    count = float(parameters_of(spec)) if spec else parameters
+    count = float(spec.num_parameters()) if spec else parameters
     version, kept_version = (count * ITEM_BYTES[dtype] for dtype in (config.policy.dtype, config.policy.kept_dtype))
     share = patch_share if patch_share >= 0 else PATCH_SHARE
     patch = share * version if may_be_patched(config.policy.dtype) else 0.0
     base, model, learned, adapter = 0.0, 0.0, count, config.policy.adapter
     if adapter.rank and spec is not None:  # whose base is published once, or by a hub
-        base = float(weights_of(spec, ITEM_BYTES[config.policy.dtype], adapter.base))
-        learned, patch = float(adapter_parameters_of(spec, adapter.rank, adapter.targets)), 0.0
+        base = float(weight_bytes(spec, ITEM_BYTES[config.policy.dtype], adapter.base))
+        learned, patch = float(spec.adapter_parameters(adapter.rank, adapter.targets)), 0.0
         model = kept_version if adapter.base else 0.0  # which is here while it is coded
         version = kept_version = 4 * learned
     play = check = count * LOADED_BYTES[config.sampled_dtype]
     if spec is not None:
-        adapted = adapter_bytes(spec, adapter.rank, adapter.targets)
-        needs, r, longest = (
-            needs_of_spec(spec, config.sampled_dtype, adapted, adapter.base), config.rollouts, config.sampling.max_tokens,
-        )  # fmt: skip
+        needs = engine_memory(spec, config.sampled_dtype, adapter.rank, adapter.targets, adapter.base)
+        r, longest = config.rollouts, config.sampling.max_tokens
         play = max(float(needs.load()), float(needs.loaded + needs.play(r.block_rollouts, longest)))
         check = max(play, float(needs.loaded + needs.score(r.block_rollouts * longest, longest, hidden=True)))
     critic = 0.0
     if needs_critic(config.train.algorithm):
-        critic = float(critic_parameters_of(spec)) if spec else count
+        critic = float(critic_parameters(spec)) if spec else count
     stored, needed, least = _blobs(config, version, patch)
     served = 0.0 if is_hub(config.policy.path) and not adapter.base else base  # codes are published
     kept = 1 + config.steps // config.storage.checkpoint_every
@@ -120,7 +118,7 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
 
 def _blobs(config: RunConfig, version: float, patch: float) -> tuple[float, float, float]:
     """What the coordinator stores, how much of it the run cannot do without, and how much of that are weights that it never
-    deletes. See `roles/coordinator/retention`."""
+    deletes. See `roles/coordinator/blob_retention`."""
     storage, rollouts = config.storage, config.rollouts
     tokens = config.most_paid_tokens or config.sampling.all_tokens
     bodies = rollouts.batch_groups * rollouts.group_size * tokens * TOKEN_BYTES
@@ -137,7 +135,7 @@ def _blobs(config: RunConfig, version: float, patch: float) -> tuple[float, floa
     return max(needed, min(storage.quota_mb * 1e6, storage.window_steps * of_a_step)), needed, least
 
 
-def spec_of(config: RunConfig, recipe_dir: Path) -> ModelConfig | HFConfig:
+def spec_of(config: RunConfig, recipe_dir: Path) -> ModelConfig:
     """The shape of a run's model. Raises `UnknownShape`."""
     if config.policy.path:
         directory = resolve_path("policy.path", config.policy.path, recipe_dir)
@@ -145,8 +143,8 @@ def spec_of(config: RunConfig, recipe_dir: Path) -> ModelConfig | HFConfig:
             if is_hub(config.policy.path):
                 directory = Hub().config(config.policy.path)
             if config.policy.implementation == AUTO:
-                return sized_spec_of(directory)
-            return ModelConfig.from_directory(directory)
+                return shape_of(directory)
+            return TransformerConfig.from_directory(directory)
         except ShoalError as error:
             raise UnknownShape(str(error)) from None
     return tiny_spec(config.policy.tiny)

@@ -1,19 +1,26 @@
 """Algorithms of a run file: losses, corrections, advantages and regularisers, and the named presets of them.
 
-A preset is a `Composition` with other defaults: a class here, listed in `NAMED`. A new part needs its class here with
-ranges as types, rules across keys in `config/validate_algorithm.py`, its formula in `algos`, and a case where it is used:
+A preset is a `Composition` with other defaults: a class here, listed in `Algorithm`. A new part is its class here, with
+ranges as types, and:
 
-- a loss or correction in `train/loss.py` and in `narrowest_bound`, an average in `algos/loss_averaging.py`;
-- advantages from rewards in `ledger/group_signal.py`, of tokens in `train/token_advantages.py`; tests in `tests/algos`.
+- a loss: in `Loss` and `narrowest_bound` here, its formula in `algos/losses.py`, its case in `policy_loss` of
+  `train/loss.py`, and its row in `LOSSES` and `BY_HAND` of `tests/algos/test_policy_losses.py`;
+- a correction: the same with `Correction`, `algos/corrections.py` and `tests/algos/test_corrections.py`;
+- an average: `algos/losses.py` and `tests/algos/test_advantages.py`;
+- advantages: `algos/advantages.py`, its test, and `ledger/group_advantages.py` (from rewards) or
+  `train/token_advantages.py` (of tokens).
+
+Parts that do not go together are refused in `config/validate_algorithm.py`, and tested in `tests/test_algorithms.py`.
+`python -m tests.test_docs --write` makes the tables of docs/reference/run-file.md.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from shoal.protocol.constants import MAX_ROLLOUT_STEPS
-from shoal.protocol.fields import FINITE, Count, Finite, Fraction, NonNegative, OpenShare, Positive, PositiveShare
+from shoal.protocol.field_types import FINITE, Count, Finite, Fraction, NonNegative, OpenShare, Positive, PositiveShare
 
 AboveOne = Annotated[float, Meta(gt=1, le=FINITE)]
 StepLimit = Annotated[int, Meta(ge=1, le=MAX_ROLLOUT_STEPS)]
@@ -134,7 +141,7 @@ class Kl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Vine(AlgorithmPart, frozen=True, tag="vine"):
-    """VinePPO's credit (`algos/vineppo`): workers continue accepted rollouts from places within them, and the mean reward
+    """VinePPO's credit: workers continue accepted rollouts from places within them, and the mean reward
     of the continuations is the value of the place."""
 
     continuations: Count = 4
@@ -203,7 +210,7 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     """Weight of the entropy of tokens, nats, averaged as `average` says: only with tokens is that their mean."""
     entropy_target: NonNegative = 0.0
     """Entropy a token, nats, above which the bonus is left out; at half of it, the bonus has all of its weight
-    (`algos/entropy_target`). 0: it always has."""
+    (`algos/regularisers`). 0: it always has."""
     squared_ratio: NonNegative = 0.0
     """Weight of the squared log-ratio to the policy that sampled (`algos/regularisers`)."""
     kl: Kl = Kl()
@@ -313,17 +320,14 @@ class DecoupledPpo(Composition, frozen=True, tag="decoupled_ppo"):
     corrections: tuple[Correction, ...] = (Truncate(most=5.0),)
 
 
-NAMED = (
-    Grpo, Ppo, Dapo, DrGrpo, GspoNamed, CispoNamed, Rloo, MaxRl, ScaleRl, PrimeRl, ReinforceNamed, ReinforcePlusPlus,
-    DecoupledPpo,
-)  # fmt: skip
-"""The named compositions."""
-
 Algorithm = (
     Grpo | Composition | Ppo | Dapo | DrGrpo | GspoNamed | CispoNamed | Rloo | MaxRl | ScaleRl | PrimeRl | ReinforceNamed
     | ReinforcePlusPlus | DecoupledPpo
 )  # fmt: skip
 """What a run names."""
+
+NAMED = tuple(kind for kind in get_args(Algorithm) if kind is not Composition)
+"""The named compositions."""
 
 
 # --- what an algorithm needs and credits, and how far a lie must bend a ratio to reach a bound ---
@@ -335,7 +339,7 @@ DEFAULT = "grpo"
 
 def defaults_of(name: object) -> Algorithm | None:
     """The algorithm with this name as it is if a run file overrides nothing."""
-    for kind in (Composition, *NAMED):
+    for kind in get_args(Algorithm):
         if kind.__struct_config__.tag == name:
             return kind()
     return None

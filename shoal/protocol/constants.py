@@ -35,6 +35,9 @@ VLLM = "vllm"
 MAIN_STREAM = "main"
 """The stream of policy versions in a run that trains one policy. Changing breaks: every log."""
 
+ADMIN_ACTIONS = ("pause", "resume", "drain", "kick", "admit", "quarantine", "rate")
+"""Of `POST /v1/admin/{action}`. One may be added. Changing breaks: requests of hosts with other versions."""
+
 CHAIN_LENGTH = 4096
 """Links in one chain of secrets: one for each policy version that a run can have. A chain cannot be extended.
 Changing breaks: the published chain end of existing runs."""

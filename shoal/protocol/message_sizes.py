@@ -9,10 +9,9 @@ from collections.abc import Iterable
 import msgspec
 
 from shoal.protocol.algorithm_config import step_credit_of, vine_of
-from shoal.protocol.branching import most_rollouts
 from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
+from shoal.protocol.continuations import most_rollouts
 from shoal.protocol.encoding import to_json
-from shoal.protocol.group_rewards import MAX_FAULT_CHARS
 from shoal.protocol.messages import (
     BatchGroup,
     Block,
@@ -26,6 +25,7 @@ from shoal.protocol.messages import (
     StepReward,
 )
 from shoal.protocol.messages.run import kind_of
+from shoal.protocol.reward_rules import MAX_FAULT_CHARS
 
 BYTES_PER_TOKEN = 4 + 1 + 4
 """Token id, author, log-probability."""
@@ -121,7 +121,6 @@ def _check_bytes(envs: Iterable[str], kind: str) -> int:
 
 
 def _steps(group_size: int, most: int) -> tuple[tuple[StepReward, ...], ...]:
-    """The widest steps of a group; none if there are none."""
     return ((StepReward(WIDE_INT, WIDE_FLOAT),) * most,) * group_size if most else ()
 
 
@@ -141,5 +140,4 @@ def _verdict_bytes(group_size: int, steps: int) -> int:
 
 
 def _listed(value: object) -> int:
-    """Bytes of a value in a list, the comma included."""
     return len(to_json(value)) + 1

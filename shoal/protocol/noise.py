@@ -164,7 +164,6 @@ def _rotated(word: NDArray[np.uint64], by: int) -> NDArray[np.uint64]:
 
 
 def _hashed(seeds_B: list[bytes], positions_B: NDArray[np.int64], vocabulary: int, domain: int) -> NDArray[np.uint64]:
-    """The hash, [B, V], of seed, position and vocabulary entry."""
     words_2B = np.array([noise_words(seed)[:2] for seed in seeds_B], dtype=np.uint64).reshape(-1, 2).T
     read_B = np.asarray(positions_B, dtype=np.uint64) - np.uint64(1)  # of the token before, which the sampler reads
     of_B = [word_B[:, None] for word_B in (*words_2B, read_B & _LOW)]

@@ -1,7 +1,7 @@
 """Which bytes of rollouts a model may read: the one judgement that validators, the trainer and `shoal calibrate` share.
 
 So what a validator accepts, the trainer can learn from. Pure: limits are arguments. It does not check lease, environment or
-rules of play; `format` adds those.
+rules of play; the checks of `verification` add those.
 
 Axes: G rollouts, N tokens of all rollouts in a row, L log-probs of all rollouts.
 """
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.protocol.branching import num_rollouts
 from shoal.protocol.constants import MAX_LOGPROB, MAX_ROLLOUT_ROWS, MAX_ROLLOUT_TOKENS
+from shoal.protocol.continuations import num_rollouts
 from shoal.protocol.encoding import WireError, from_msgpack
 from shoal.protocol.message_sizes import group_bytes
 from shoal.protocol.messages import ENVIRONMENT, Group, Rollout, Rules, Sampling

@@ -125,23 +125,23 @@ class SignatureError(ValueError):
         self.code = code
 
 
+class SenderState(NamedTuple):
+    """What the sender of a request says of itself: the values of OPTIONAL headers, each empty if it is not sent."""
+
+    run: str = ""
+    head: str = ""
+    manifest: str = ""
+
+
 def sign_request(
-    key: Key,
-    line: RequestLine,
-    digest: str,
-    *,
-    created: int,
-    nonce: str,
-    run: str = "",
-    head: str = "",
-    manifest: str = "",
+    key: Key, line: RequestLine, digest: str, *, created: int, nonce: str, sender: SenderState
 ) -> dict[str, str]:
     """The headers that sign a request: content-digest, those of OPTIONAL that are given, signature-input, signature.
 
     `digest` is the SHA-256 of the body, hex.
     """
     headers = {"content-digest": content_digest(digest)}
-    headers |= {name: value for name, value in zip(OPTIONAL, (run, head, manifest), strict=True) if value}
+    headers |= {name: value for name, value in zip(OPTIONAL, sender, strict=True) if value}
     parameters = (
         f'({_components(headers)});created={created};keyid="{key.public}";alg="ed25519";nonce="{nonce}";tag="{TAG}"'
     )
@@ -209,7 +209,6 @@ _DIGEST = re.compile(r"sha-256=:(?P<digest>[A-Za-z0-9+/]{42}[AEIMQUYcgkosw048]=)
 
 
 def _components(headers: Mapping[str, str]) -> str:
-    """The list of covered components, as RFC 9421 spells it."""
     names = ["@method", "@path", "@query", "content-digest"]
     names += [name for name in OPTIONAL if name in headers]
     return " ".join(f'"{name}"' for name in names)

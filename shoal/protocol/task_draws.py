@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from msgspec import Meta
 
 from shoal.protocol.encoding import WireError, digest, domain_hash, float_sum, from_json, to_json
-from shoal.protocol.fields import FINITE, Count, Message, PositiveShare, Share, Whole
+from shoal.protocol.field_types import FINITE, Count, Message, PositiveShare, Share, Whole
 
 # --- draws that follow solve rates: `[difficulty]` of a run file ---
 

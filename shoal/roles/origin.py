@@ -8,9 +8,9 @@ import logging
 import time
 from pathlib import Path
 
-from shoal.net.blobs import shelf
+from shoal.net.blobs import blob_app
 from shoal.net.connection_limits import ServerLimits, connections_that_fit, http_server
-from shoal.net.server_process import listen, port_of_last_start, tell_address
+from shoal.net.server_address import listen, port_of_last_start, tell_address
 from shoal.run_folder import RunFolder
 
 log = logging.getLogger("origin")
@@ -27,4 +27,4 @@ def main(run_dir: Path) -> None:
     tell_address(folder.origin_address, port)
     log.info("serving chunks bind=%s port=%d", host.bind, port)
     limits = ServerLimits(total=connections_that_fit(), trusted=host.trusted_proxies)
-    http_server(shelf(folder.chunks, time.time), limits).run(sockets=[listener])
+    http_server(blob_app(folder.chunks, time.time), limits).run(sockets=[listener])

@@ -18,16 +18,17 @@ from shoal.errors import Interrupted, NothingYet, PeerError
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import vine_of
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
+from shoal.protocol.encoding import to_json
 from shoal.roles.node.device_queue import load_on_shift
 from shoal.roles.node.lease_client import demand_sound
-from shoal.roles.node.node import Node, NodeRole, open_session, run_role
-from shoal.roles.node.reward_parts import ScoreFile, Tally
+from shoal.roles.node.lifecycle import Node, NodeRole, open_session, run_role
+from shoal.roles.node.reward_part_files import ScoreFile, Tally
 from shoal.roles.node.session import (
     SOONEST_S,
 )
 from shoal.run_folder import RunFolder
 from shoal.verification.branch_parents import fetch_parents, read_parents
-from shoal.verification.context import ReplayedRollout, Tools
+from shoal.verification.check_context import ReplayedRollout, Tools
 from shoal.verification.verify import verify_submission
 from shoal.weights.engine_loader import loaded_in_time
 
@@ -59,18 +60,15 @@ class Validator(NodeRole):
         """That the run is paused, and why, as it was logged last; empty while it goes on."""
 
     async def join(self) -> None:
-        """See `NodeRole`."""
         log.info("validating url=%s key=%s", self.client.base_url, self.key)
         self.session = await open_session(self.node, "validator", Processes(stopping=lambda: bool(self.stopping)))
         log.info("joined run=%s", self.session.info.name)
 
     def lost(self) -> str:
-        """See `NodeRole`."""
         lost = f"the judgement of submission {self.in_hand[:12]} is lost" if self.in_hand else "nothing was in hand"
         return f"{lost}. The same command goes on"
 
     async def finish(self) -> None:
-        """See `NodeRole`."""
         done = self.activity.judged
         log.info(
             "left judged=%d submissions: groups accepted=%d refused=%d",
@@ -197,5 +195,5 @@ class Validator(NodeRole):
             )  # fmt: skip
         self.activity.now("sending a verdict")
         with contextlib.suppress(NothingYet):
-            await self.client.put_json(f"/v1/checks/{verdict.submission}/verdict", verdict, t.WriteAck)
+            await self.client.send("PUT", f"/v1/checks/{verdict.submission}/verdict", to_json(verdict), t.WriteAck)
             self.activity.judged.add(verdict, self.took_s)

@@ -1,6 +1,6 @@
 """A run read from its folder or URL: log, metrics, rollouts, evaluations and status. Nothing here writes to a run.
 
-`replay.open_run(where)` gives a `RunReader`. It is synchronous, and one thread uses it at a time:
+`run_reader.open_run(where)` gives a `RunReader`. It is synchronous, and one thread uses it at a time:
 
     with open_run("runs/wordle") as run:
         run.catch_up()                      # replays the log as far as it goes; `refresh()` gives the next page of it

@@ -7,17 +7,17 @@ itself has them whole.
 from collections.abc import Sequence
 
 from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
+from shoal.ledger.draw_table_changes import PoolsChanged
 from shoal.ledger.event import Body
 from shoal.ledger.leases import LeaseGranted, LeaseLapsed
 from shoal.ledger.members import NodeJoined, NodeLeft, NodeQuarantined, NodeRestored, ValidatorFault
 from shoal.ledger.pay import Credit, Forfeited, Slash, Vested
-from shoal.ledger.pools import PoolsChanged
-from shoal.ledger.run import RulesChanged, RunCreated, RunEnded
 from shoal.ledger.run_decisions import in_words
+from shoal.ledger.run_events import RulesChanged, RunCreated, RunEnded
 from shoal.ledger.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed, PublisherChanged
-from shoal.protocol.group_rewards import fault_indices, without_faults
+from shoal.protocol.reward_rules import fault_indices, without_faults
 
 KEY_CHARS = 12
 """Characters of a key or digest that are shown."""

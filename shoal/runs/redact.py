@@ -15,7 +15,7 @@ from shoal.alarms import Alarm, AlarmLine
 from shoal.config import is_loopback
 from shoal.config.alarm_limits import said_of
 from shoal.errors import ShoalError
-from shoal.net.server_process import local_url
+from shoal.net.server_address import local_url
 from shoal.protocol.messages import StandingAlarm
 from shoal.run_folder import RunFolder, is_url
 

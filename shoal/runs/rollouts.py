@@ -25,8 +25,8 @@ from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.ledger.state import State
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import judged_by_trainer
-from shoal.protocol.branching import continued_slot, is_continued_slot
 from shoal.protocol.constants import EPISODES
+from shoal.protocol.continuations import continued_slot, is_continued_slot
 from shoal.protocol.encoding import WireError, from_msgpack
 from shoal.protocol.rollout_validation import flaw_of
 from shoal.train.token_advantages import credit
@@ -76,7 +76,7 @@ class ReadRollout:
     flaw: str = ""
     """Why it cannot be read; it then has no turns."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward, before their weights; only after `Reading.replayed`."""
+    """Named parts of the reward, before their weights; only after `RunReader.replayed`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What the environment reports beside the reward; likewise."""
     problem: str = ""
@@ -85,7 +85,7 @@ class ReadRollout:
     """Whether the environment failed on it, so that it counts in nothing, as the log says."""
     fault: str = ""
     """What the environment raised: of the first rollout on which it failed as the log says, of others only after
-    `Reading.replayed`."""
+    `RunReader.replayed`."""
 
     def text(self) -> str:
         """All turns, each after the name of its author."""
@@ -242,10 +242,6 @@ def _spans(rollout: t.Rollout) -> Iterator[tuple[int, int, int, list[int], list[
 
 
 # --- What only the environment can say: it plays a group again, without any model ---
-
-
-ANSWER_TURNS = 32
-"""Of an answer, so many turns at most."""
 
 
 class ReplayedEpisode(NamedTuple):

@@ -3,27 +3,22 @@
 import contextlib
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import httpx
 import psutil
 
 from shoal.alarms import Alarm
 from shoal.errors import StateError
 from shoal.evaluation_files import Evaluation
-from shoal.ledger.hints import IS_STOPPED
-from shoal.metrics import pace_of
+from shoal.ledger.remedies import IS_STOPPED
 from shoal.net.key_files import load_key
-from shoal.net.server_process import local_url, reader_url, told_address
-from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
-from shoal.protocol.encoding import WireError, from_json
 from shoal.protocol.messages import NodeState, Status
 from shoal.run_folder import RunFolder
+from shoal.step_metrics import is_number, pace_of, series_of
 from shoal.terminal import brief
 
 TREND_STEPS = 20
@@ -55,16 +50,6 @@ def _moments(rewards: Sequence[float]) -> tuple[float, float]:
     """Mean and sample variance of two rewards or more. They overflow to inf or nan, where `statistics` would raise."""
     mean = sum(rewards) / len(rewards)
     return mean, sum((reward - mean) * (reward - mean) for reward in rewards) / (len(rewards) - 1)
-
-
-# --- What is known of a running run at one moment, as a value ---
-
-
-T = TypeVar("T")
-
-ANSWER_TIMEOUT_S = 2.0
-PAGING_SHARE = 0.1
-"""Largest fraction of time spent on asking for nodes, if a run has more than fit into one answer."""
 
 
 MOST_SHOWN = 4096
@@ -111,6 +96,8 @@ class RunStatus:
     """By role; roles that were never restarted are left out."""
     notice: str = ""
     """What the launcher itself is doing, if it does more than watch."""
+    notice_remedy: str = ""
+    """What the host may do about that."""
     evaluation_s: float = 0.0
     """What the evaluation after the last step takes; 0 if there is none or nobody knows."""
     sample: SampleConversation | None = None
@@ -127,14 +114,24 @@ class RunStatus:
         """Training steps done: the metrics hold a step once it is done, and count from 0."""
         return int(self.metrics[-1]["step"]) + 1 if self.metrics else max(0, self.status.version)
 
+    @property
+    def remedy(self) -> str:
+        """What the host may do about what is shown as the wait."""
+        return self.notice_remedy if self.notice else self.status.remedy
+
+    @property
+    def notice_in_words(self) -> str:
+        """The notice, and what the host may do."""
+        return f"{self.notice}. {self.notice_remedy}" if self.notice_remedy else self.notice
+
     def latest(self, name: str) -> float | None:
         """A metric's value in the newest step; None if that step lacks it."""
         value = self.metrics[-1].get(name) if self.metrics else None
-        return float(value) if isinstance(value, int | float) else None
+        return float(value) if is_number(value) else None
 
     def series(self, name: str) -> list[float]:
         """All values of a metric, oldest first; steps without it are left out."""
-        return [float(line[name]) for line in self.metrics if isinstance(line.get(name), int | float)]
+        return series_of(self.metrics, name)
 
     def by_env(self, name: str) -> dict[str, float]:
         """The newest value of a metric for each environment, by label: a batch may have none of one. Empty where a run
@@ -176,86 +173,7 @@ def names_apart(nodes: Iterable[NodeState], most: int = 0) -> dict[str, str]:
     return {key: next((name for name in names if times[name] == 1), key) for key, names in named.items()}
 
 
-class CoordinatorWatch:
-    """Asks the local coordinator for status and nodes, and keeps the last answers while it restarts."""
-
-    def __init__(self, address_file: Path, bind: str, is_reader: bool = False) -> None:
-        """`is_reader`: whether the folder may be a stranger's, which then leads to no other machine."""
-        self._file, self._bind, self._url_of = address_file, bind, reader_url if is_reader else local_url
-        self._status = NO_STATUS
-        self._nodes: tuple[NodeState, ...] = ()
-        self._nodes_again_at = 0.0
-        self.answers = False
-        """Whether it answered when it was last asked for its status."""
-
-    def url(self) -> str:
-        """Its URL for roles on this machine, or "" if it has not written its address yet."""
-        return self._url_of(self._file, self._bind)
-
-    def public_url(self) -> str:
-        """What others type."""
-        return told_address(self._file).url
-
-    def healthy(self, pid: int) -> bool:
-        """Whether this process answers: the address file may still be that of the previous one."""
-        return told_address(self._file).pid == pid and _get(f"{self.url()}/healthz") is not None
-
-    def status(self) -> Status:
-        """The newest status; the last one if it does not answer now."""
-        found = self._ask("/v1/status", Status)
-        self.answers = found is not None
-        self._status = found or self._status
-        return self._status
-
-    def nodes(self) -> tuple[NodeState, ...]:
-        """The newest list of nodes. If the list takes several answers, it may be a little older."""
-        began = time.monotonic()
-        if began >= self._nodes_again_at:
-            self._nodes = self._all_nodes() or self._nodes
-            if len(self._nodes) >= MAX_NODES:
-                self._nodes_again_at = began + (time.monotonic() - began) / PAGING_SHARE
-        return self._nodes
-
-    def _all_nodes(self) -> tuple[NodeState, ...] | None:
-        """All nodes, page by page, or None if a page does not come."""
-        nodes: tuple[NodeState, ...] = ()
-        while True:
-            page = self._ask(f"/v1/nodes?after={nodes[-1].key}" if nodes else "/v1/nodes", tuple[NodeState, ...])
-            if page is None:
-                return None
-            nodes += page
-            if len(page) < MAX_NODES:
-                return nodes
-
-    def _ask(self, path: str, kind: type[T]) -> T | None:
-        url = self.url()
-        body = _get(url + path) if url else None
-        if body is None:
-            return None
-        try:
-            return from_json(body, kind)
-        except WireError:
-            return None
-
-
-def _get(url: str) -> bytes | None:
-    """Body of a 200, or None for anything else. The coordinator is on this machine: no proxy."""
-    try:
-        with httpx.stream("GET", url, timeout=ANSWER_TIMEOUT_S, trust_env=False, verify=False) as answer:
-            body = b""
-            for part in answer.iter_bytes():
-                body += part
-                if len(body) > MAX_JSON_BYTES:
-                    return None
-            return body if answer.status_code == 200 else None
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return None
-
-
-# --- How long a run still takes, by the wall time of its newest steps ---
-#
-# The pace is that of `shoal/metrics.py`, as on the page.
-
+# --- How long a run still takes, by the wall time of its newest steps, as on the page ---
 
 STILL_S, STILL_STEPS = 10.0, 2.0
 """Nobody can say how long a run takes that has waited for one thing for longer than this, and than so many steps take."""

@@ -10,23 +10,34 @@ import select
 import shutil
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from shoal.errors import StateError
 from shoal.sandbox.cgroups import Cgroup
 from shoal.sandbox.filesystem import ENVIRONMENT, OUTSIDE, USER, SandboxPath, links
 from shoal.sandbox.limits import Limits
-from shoal.sandbox.process_handle import START_S, Started, launch
 
 PROGRAM = "bwrap"
 INSTALL = "apt install bubblewrap"
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
+START_S = 30.0
+"""Time to start a sandbox and do its imports, on a busy machine."""
 
 FIRST_USER, NUM_USERS = 60600, 512
 """User ids for foreign code that root starts. No distribution assigns these numbers."""
+
+
+class Started(NamedTuple):
+    """A sandbox. The pipes of `process` are those of the first program inside."""
+
+    process: "subprocess.Popen[bytes]"
+    init: int
+    """The id, on this machine, of the process whose end ends all others."""
 
 
 def start(
@@ -60,6 +71,15 @@ def start(
             os.close(tells)
             os.close(filtered)
         return Started(process, _first_process(info.fileno(), process))
+
+
+def launch(task: dict[str, Any], pass_fds: Sequence[int] = ()) -> "subprocess.Popen[bytes]":
+    """Start `sandbox/drop_root` in a new session, with an empty environment."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("drop_root.py")), json.dumps(task)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+        env={}, pass_fds=pass_fds, start_new_session=True, cwd="/",
+    )  # fmt: skip
 
 
 def unreadable(paths: Iterable[Path]) -> list[Path]:
@@ -99,7 +119,7 @@ def command(
     options: Sequence[str],
     program: Sequence[str],
 ) -> list[str]:
-    """Bubblewrap's command line. `sandbox/launcher` puts the source of `shown[N]` in the place of `@N@`.
+    """Bubblewrap's command line. `sandbox/drop_root` puts the source of `shown[N]` in the place of `@N@`.
 
     Raises `StateError` if bubblewrap is not installed.
     """

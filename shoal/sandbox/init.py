@@ -152,31 +152,41 @@ def run_snippet(
         for descriptor in (pipes["stdin"][1], pipes["stdout"][0], pipes["stderr"][0], told):
             os.close(descriptor)
         return {"failed": reason.decode("utf-8", "replace")}, b"", b""
-    texts = {pipes["stdout"][0]: bytearray(), pipes["stderr"][0]: bytearray()}
-    full: set[int] = set()
-    in_time = converse(keeper, told, pipes["stdin"][1], stdin, texts, full, limits["output_bytes"], until)
+    output = Output((pipes["stdout"][0], pipes["stderr"][0]), limits["output_bytes"])
+    in_time = converse(keeper, told, pipes["stdin"][1], stdin, output, until)
     word = os.read(told, 1000)
     usage = os.wait4(keeper, 0)[2]
     os.close(told)
-    (out, stdout), (err, stderr) = texts.items()
+    (out, stdout), (err, stderr) = output.texts.items()
     report = {
         "status": int.from_bytes(word[:4], "big", signed=True) if word else None, "in_time": in_time,
         "failed": word[4:].decode("utf-8", "replace"),
-        "stdout_truncated": out in full, "stderr_truncated": err in full,
+        "stdout_truncated": out in output.full, "stderr_truncated": err in output.full,
         "cpu_s": usage.ru_utime + usage.ru_stime,
     }  # fmt: skip
     return report, bytes(stdout), bytes(stderr)
 
 
-def converse(
-    keeper: int, told: int, to: int, stdin: bytes, texts: dict[int, bytearray], full: set[int], most: int, until: float
-) -> bool:
-    """Pass input and output until no process can write any more. False if time ran out first and we killed all of them.
+class Output:
+    """What a snippet prints, by descriptor. Beyond `most` bytes it is dropped, so that a program that prints much ends like
+    any other."""
 
-    Output beyond `most` bytes is read and dropped, so that a program that prints much ends like any other.
-    """
+    def __init__(self, descriptors: tuple[int, int], most: int) -> None:
+        self.texts = {descriptor: bytearray() for descriptor in descriptors}
+        self.full: set[int] = set()
+        self._most = most
+
+    def add(self, descriptor: int, piece: bytes) -> None:
+        room = self._most - len(self.texts[descriptor])
+        self.texts[descriptor] += piece[:room]
+        if len(piece) > room:  # guard: output-is-capped
+            self.full.add(descriptor)
+
+
+def converse(keeper: int, told: int, to: int, stdin: bytes, output: Output, until: float) -> bool:
+    """Pass input and output until no process can write any more. False if time ran out first and we killed all of them."""
     poll = select.poll()
-    for descriptor in texts:
+    for descriptor in output.texts:
         poll.register(descriptor, select.POLLIN)
     os.set_blocking(to, False)
     rest = memoryview(stdin)
@@ -184,7 +194,7 @@ def converse(
         poll.register(to, select.POLLOUT)
     else:
         os.close(to)
-    reading, in_time = set(texts), True
+    reading, in_time = set(output.texts), True
     poll.register(told, select.POLLIN)
     while reading:
         left_s = until - time.monotonic()
@@ -205,10 +215,7 @@ def converse(
                     os.close(to)
                     to = -1
             elif piece := os.read(descriptor, 1 << 16):
-                room = most - len(texts[descriptor])
-                texts[descriptor] += piece[:room]
-                if len(piece) > room:  # guard: output-is-capped
-                    full.add(descriptor)
+                output.add(descriptor, piece)
             else:
                 poll.unregister(descriptor)
                 os.close(descriptor)

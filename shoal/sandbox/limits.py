@@ -4,7 +4,8 @@ It starts no process.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+
+from shoal.ipc import Reason
 
 NO_LIMIT = 1 << 30
 """CPU seconds of a resident that only `wall_s` limits."""
@@ -52,17 +53,6 @@ class Ended:
     stderr_truncated: bool = False
     cpu_s: float = 0.0
     """CPU seconds of the processes that something waited for."""
-
-
-class Reason(Enum):
-    """Why we ended a program."""
-
-    TIMEOUT = "timeout"
-    """It reached `wall_s` or `cpu_s`."""
-    MEMORY = "memory"
-    """It reached `memory_mb`."""
-    KILLED = "killed"
-    """Something else ended it or its sandbox."""
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,32 @@
 """Warm interpreters in sandboxes, which run one snippet after another.
 
 Each place of the pool is a sandbox with a zygote (`sandbox/init`) that has done the pool's imports. Each snippet is a fork
-of the zygote in new namespaces, so nothing of it reaches the next one. A call blocks only its own thread; from asyncio, use
-`soon`.
+of the zygote in new namespaces, so nothing of it reaches the next one. A call blocks only its own thread.
 """
 
-import asyncio
 import json
 import os
 import queue
 import signal
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from shoal.errors import StateError
+from shoal.ipc import OUT_OF_MEMORY, ChildExited, Reason
+from shoal.sandbox.bubblewrap import START_S
 from shoal.sandbox.filesystem import outside, standard_paths
-from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
-from shoal.sandbox.process_handle import START_S
-from shoal.sandbox.sandbox import Sandbox, SandboxExited
+from shoal.sandbox.limits import Ended, Limits, Outcome, Stopped
+from shoal.sandbox.sandbox import Sandbox
 
 GRACE_S = 5.0
 """The zygote ends a snippet when its time is up. If the zygote has not answered this much later, we end the sandbox."""
 
 MAX_REPORT_BYTES = 4096
-_OUT_OF_MEMORY = signal.SIGRTMAX
 _OVER_TIME = signal.SIGXCPU
 
 
@@ -46,7 +45,6 @@ class Pool:
         self._places: queue.LifoQueue[_PooledSandbox] = queue.LifoQueue()
         for _ in range(self.size):
             self._places.put(_PooledSandbox(self))
-        self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="snippet")
 
     def run(self, source: str, stdin: bytes = b"", limits: Limits | None = None) -> Outcome:
         """Run Python source as a script, when a place is free. `limits` can only lower the pool's.
@@ -59,31 +57,16 @@ class Pool:
         finally:
             self._places.put(place)
 
-    async def soon(self, source: str, stdin: bytes = b"", limits: Limits | None = None) -> Outcome:
-        """The same from asyncio. If the caller is cancelled, the snippet goes on to its end or its limits."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.run, source, stdin, limits)
-
-    def warm(self) -> None:
-        """Start all places now. Raises as `run`."""
-        places = [self._places.get() for _ in range(self.size)]
-        try:
-            for place in places:
-                place.ready()
-        finally:
-            for place in places:
-                self._places.put(place)
-
     def peek(self) -> int:
         """The process id, on this machine, of the first process of an idle sandbox."""
         place = self._places.get()
         try:
-            return place.ready().init
+            return place.ready().pid
         finally:
             self._places.put(place)
 
     def close(self) -> None:
         """End every sandbox after its snippet has ended."""
-        self._threads.shutdown()
         for _ in range(self.size):
             self._places.get().close()
 
@@ -96,12 +79,13 @@ class Pool:
     def _open(self) -> Sandbox:
         cell = Sandbox(self._limits, self._task, self._packages)
         try:
-            started = json.loads(cell.receive(time.monotonic() + START_S, MAX_REPORT_BYTES))
-        except SandboxExited as gone:
-            raise StateError(f"the sandbox does not start, or its imports take too much: {gone}") from None
-        if failed := started.get("failed"):
+            started = cell.decoded(cell.receive(START_S, MAX_REPORT_BYTES), _report)
+        except ChildExited as gone:
+            why = f"it {gone} {cell.stderr}".strip()
+            raise StateError(f"the sandbox does not start, or its imports take too much: {why}") from None
+        if started.failed:
             cell.end()
-            raise StateError(f"an import in the sandbox fails: {failed.strip()}")
+            raise StateError(f"an import in the sandbox fails: {started.failed.strip()}")
         cell.settle()
         return cell
 
@@ -122,20 +106,20 @@ class _PooledSandbox:
     def run(self, source: bytes, stdin: bytes, limits: Limits) -> Outcome:
         try:
             return self._run(self.ready(), source, stdin, limits)
-        except SandboxExited as gone:
+        except ChildExited as gone:
             self._cell = None
-            return gone.outcome if isinstance(gone.outcome, Stopped) else Stopped(Reason.KILLED)
+            return Stopped(gone.reason or Reason.KILLED)
 
     def _run(self, cell: Sandbox, source: bytes, stdin: bytes, limits: Limits) -> Outcome:
-        request = json.dumps({"limits": vars(limits)}).encode()
-        cell.send(request)
         kills = cell.memory_kills()
-        cell.send(source)
-        cell.send(stdin)
+        for part in (json.dumps({"limits": vars(limits)}).encode(), source, stdin):
+            cell.send(part, START_S)
         until = time.monotonic() + limits.wall_s + GRACE_S
-        report = json.loads(cell.receive(until, MAX_REPORT_BYTES))
-        stdout, stderr = (cell.receive(until, limits.output_bytes) for _ in range(2))
-        return _outcome(report, stdout, stderr, limits, cell.memory_kills() > kills)
+        report, stdout, stderr = (
+            cell.receive(until - time.monotonic(), most_bytes)
+            for most_bytes in (MAX_REPORT_BYTES, limits.output_bytes, limits.output_bytes)
+        )
+        return _outcome(cell.decoded(report, _report), stdout, stderr, limits, cell.memory_kills() > kills)
 
     def close(self) -> None:
         if self._cell is not None:
@@ -143,22 +127,43 @@ class _PooledSandbox:
             self._cell = None
 
 
-def _outcome(report: dict[str, Any], stdout: bytes, stderr: bytes, limits: Limits, memory_kill: bool) -> Outcome:
+class _Report(msgspec.Struct):
+    """What a zygote says of its imports, or of a snippet. Imports are foreign code, and share its process."""
+
+    failed: str = ""
+    status: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 16)] | None = None
+    in_time: bool = True
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+    cpu_s: float = 0.0
+
+
+def _report(data: bytes) -> _Report:
+    """Raises `ValueError`."""
+    report = _decode(data)
+    if report.status is not None and not report.failed:
+        os.waitstatus_to_exitcode(report.status)  # raises if it is none
+    return report
+
+
+_decode = msgspec.json.Decoder(_Report).decode
+
+
+def _outcome(report: _Report, stdout: bytes, stderr: bytes, limits: Limits, memory_kill: bool) -> Outcome:
     """The zygote's report as an `Outcome`. Raises `StateError` if the zygote could not isolate the snippet."""
-    if report.get("failed"):
-        raise StateError(f"the sandbox cannot isolate a snippet: {report['failed']}")
-    told = {name: report[name] for name in ("stdout_truncated", "stderr_truncated", "cpu_s")}
-    if not report["in_time"]:
-        return Stopped(Reason.TIMEOUT, stdout, stderr, **told)
-    status = report["status"]
-    code = os.waitstatus_to_exitcode(status) if status is not None else -signal.SIGKILL
-    if memory_kill or code == -_OUT_OF_MEMORY:
-        return Stopped(Reason.MEMORY, stdout, stderr, **told)
-    if code == -_OVER_TIME or (code == -signal.SIGKILL and report["cpu_s"] >= limits.cpu_s):
-        return Stopped(Reason.TIMEOUT, stdout, stderr, **told)
+    if report.failed:
+        raise StateError(f"the sandbox cannot isolate a snippet: {report.failed}")
+    told = report.stdout_truncated, report.stderr_truncated, report.cpu_s
+    if not report.in_time:
+        return Stopped(Reason.TIMEOUT, stdout, stderr, *told)
+    code = os.waitstatus_to_exitcode(report.status) if report.status is not None else -signal.SIGKILL
+    if memory_kill or code == -OUT_OF_MEMORY:
+        return Stopped(Reason.MEMORY, stdout, stderr, *told)
+    if code == -_OVER_TIME or (code == -signal.SIGKILL and report.cpu_s >= limits.cpu_s):
+        return Stopped(Reason.TIMEOUT, stdout, stderr, *told)
     if code == -signal.SIGKILL:
-        return Stopped(Reason.KILLED, stdout, stderr, **told)
-    return Ended(code, stdout, stderr, **told)
+        return Stopped(Reason.KILLED, stdout, stderr, *told)
+    return Ended(code, stdout, stderr, *told)
 
 
 def _lower(asked: Limits, most: Limits) -> Limits:

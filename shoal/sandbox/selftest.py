@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from shoal.errors import StateError
 from shoal.sandbox import bubblewrap
+from shoal.sandbox.cgroups import processes_of
 from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.pool import Pool
-from shoal.sandbox.usage import processes_of
 from shoal.terminal import docs_page
 
 LIMITS = Limits(wall_s=60.0, cpu_s=20, memory_mb=64, processes=8, scratch_mb=4, file_mb=4, output_bytes=4096)

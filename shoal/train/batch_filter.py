@@ -1,7 +1,7 @@
-"""Which groups and rollouts of a batch the trainer may learn from: a second check of signal and staleness, and of length.
+"""A batch as the trainer reads it: which of its rollouts it may learn from, and signs of reward hacking.
 
 The coordinator fills batches by the same two rules. The trainer applies them itself, so that no coordinator can make it
-learn from rollouts that are too old. It knows nothing of tokens or tensors.
+learn from rollouts that are too old.
 
 Some algorithms learn nothing from rollouts that a token limit ended. That is decided here, because the ledger counts
 groups. Such rollouts stay in the divisor of the average, as in TRL.
@@ -12,9 +12,13 @@ claims: it could withdraw a rollout after seeing its reward.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shoal.ledger.group_signal import teaches
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.algos.reward_shaping import loop_share, rank_correlation
+from shoal.ledger.group_advantages import teaches
 from shoal.protocol.algorithm_config import Algorithm
 from shoal.protocol.messages import BatchGroup
 from shoal.train.rows import TrainingRow, counted_only, learned, one_of_each
@@ -55,3 +59,30 @@ def select(
         len(one_of_each(candidates)) - len(one_of_each(fresh)),
         len(one_of_each(learned(fresh))) - len(one_of_each(kept)),
     )
+
+
+# --- Signs of reward hacking: do a batch's rollouts repeat themselves, and does reward follow length? ---
+
+
+def signs_of(rows: Sequence[TrainingRow]) -> dict[str, Any]:
+    """The metrics of a batch's rows; none if it has none."""
+    tokens: dict[object, list[NDArray[np.int64]]] = {}
+    rewards: dict[object, float] = {}
+    for i, row in enumerate(rows):
+        tokens.setdefault(row.id or i, []).append(row.tokens_T[row.positions_P])
+        rewards[row.id or i] = row.reward
+    if not tokens:
+        return {}
+    written = {rollout: np.concatenate(parts) for rollout, parts in tokens.items()}
+    groups: dict[object, list[object]] = {}
+    for name in written:
+        groups.setdefault(name[:2] if isinstance(name, tuple) else None, []).append(name)
+    follows = [
+        found
+        for members in groups.values()
+        if (found := rank_correlation([rewards[m] for m in members], [len(written[m]) for m in members])) is not None
+    ]
+    return {
+        "repetition_share": float(np.mean([loop_share(tokens_P) for tokens_P in written.values()])),
+        "reward_length_correlation": float(np.mean(follows)) if follows else None,
+    }

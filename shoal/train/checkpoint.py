@@ -1,19 +1,19 @@
 """The trainer's own state on disk: written whole or not at all, checked when read, with the last two states kept.
 
-The state is never published: `models/checkpoint` writes policies for others. It handles named tensors, not a model.
+The state is never published: `models/checkpoint` writes policies for others.
 
-    trainer/v000012/state.safetensors   weights and moments, float32; 8-bit moments as uint8 with float32 scales
-    trainer/v000012/shard-*.safetensors the same of several processes, see `distributed.checkpoint`: either can resume from
-    either trainer/v000012/state.json          version and number of updates
-    trainer/v000012/CRC32SUMS           of the others; written last
+    trainer/v000012/state.safetensors    weights and moments, float32; 8-bit moments as uint8 with float32 scales
+    trainer/v000012/shard-*.safetensors  the same of several processes, below; either resumes either
+    trainer/v000012/state.json           version and number of updates
+    trainer/v000012/CRC32SUMS            of the others; written last
 
 A save writes into `.writing`, flushes every file, then renames the folder. If it is killed at any point, the previous
-state is still there. A folder never changes once it has its name. Folders whose names start with a dot do not count,
-and the next save deletes them. The sums find damage of the disk; nobody else writes here. CRC-32 takes less than half the
-CPU time of SHA-256, which states of earlier versions of shoal have.
+state is still there. A folder never changes once it has its name. The next save deletes folders whose names start with a
+dot. The sums find damage of the disk: CRC-32 takes less than half the CPU time of SHA-256.
 """
 
-import hashlib
+import contextlib
+import fnmatch
 import json
 import logging
 import os
@@ -32,7 +32,6 @@ from torch import Tensor
 
 from shoal.errors import DISK_FULL, StateError, cause_of, remedy_of
 from shoal.run_folder import name_folder
-from shoal.train.distributed.checkpoint import is_shard, joined
 from shoal.train.learner import Learner, LearnerState
 
 T = TypeVar("T")
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 KEPT = 2
 """States kept: the newest, and the previous one in case the newest cannot be read."""
 
-TENSORS, NUMBERS, SUMS, OLD_SUMS = "state.safetensors", "state.json", "CRC32SUMS", "SHA256SUMS"
+TENSORS, NUMBERS, SUMS = "state.safetensors", "state.json", "CRC32SUMS"
 _READ_BYTES = 1 << 20
 
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
@@ -56,9 +55,9 @@ class Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     version: int
     updates: int
     layout: str = ""
-    """As of `LearnerState`; a state of before there were several has none."""
+    """As of `LearnerState`."""
     critic_updates: int = 0
-    """The same; 0 in runs without a critic."""
+    """0 in runs without a critic."""
 
 
 class States:
@@ -162,15 +161,14 @@ def kept_versions(folder: Path) -> list[int]:
 
 def _verified(candidate: Path) -> Numbers:
     """Verify the checksums of one state. Raises what `newest` catches."""
-    kind = OLD_SUMS if (candidate / OLD_SUMS).exists() else SUMS
-    sums = dict(line.split("  ")[::-1] for line in (candidate / kind).read_text().splitlines())
+    sums = dict(line.split("  ")[::-1] for line in (candidate / SUMS).read_text().splitlines())
     tensors = sums.keys() - {NUMBERS}
     if NUMBERS not in sums or not (tensors == {TENSORS} or (tensors and all(map(is_shard, tensors)))):
-        raise ValueError(f"{kind} names {sorted(sums)}, not {TENSORS} and {NUMBERS}")
+        raise ValueError(f"{SUMS} names {sorted(sums)}, not {TENSORS} and {NUMBERS}")
     for name, expected in sums.items():
-        found = (_sha256 if kind == OLD_SUMS else crc32_of)(candidate / name)
+        found = crc32_of(candidate / name)
         if found != expected:
-            raise ValueError(f"{name} hashes to {found[:12]}, {kind} says {expected[:12]}")
+            raise ValueError(f"{name} hashes to {found}, {SUMS} says {expected[:12]}")
     return msgspec.json.decode((candidate / NUMBERS).read_bytes(), type=Numbers)
 
 
@@ -187,11 +185,6 @@ def crc32_of(path: Path) -> str:
         while data := file.read(_READ_BYTES):
             found = zlib.crc32(data, found)
     return f"{found:08x}"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _set_aside(folder: Path, names: list[str]) -> None:
@@ -253,3 +246,68 @@ def _write_fault(folder: Path, version: int, size: int, error: OSError) -> str:
         room = f"the disk is full ({free_mb:.1f} MB free). Free at least {KEPT + 1} times that and start again"
         return f"{fault}{room}{kept}"
     return f"{fault}{cause_of(error)}. {remedy_of(error)} and start again{kept}"
+
+
+# --- A state in several files, of which each process of a trainer writes its own (`torch.distributed.checkpoint`) ---
+#
+# They are safetensors files whose metadata says which part of a tensor is where. So nothing is unpickled that was read
+# from the disk; what torch's processes tell each other while they write or read is.
+
+
+_PATTERN = "shard-*.safetensors"
+
+
+def is_shard(name: str) -> bool:
+    """Whether a state's file has a part of its tensors."""
+    return fnmatch.fnmatchcase(name, _PATTERN) and "/" not in name
+
+
+def shard_of(folder: Path, rank: int) -> Path | None:
+    """The file that a process wrote; None if it has no part of any tensor."""
+    return next(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"), None)
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write the parts of these tensors that are here; all processes do so at once. Raises OSError."""
+    from torch.distributed import checkpoint as dcp
+
+    with _os_errors():
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def read_shards(folder: Path, into: dict[str, Tensor]) -> None:
+    """Fill tensors, or the parts of them that are here, from the files of a state; all processes do so at once."""
+    from torch.distributed import checkpoint as dcp
+
+    with _os_errors():
+        dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+
+
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the whole tensors of a state, all of them float32."""
+    from torch.distributed import checkpoint as dcp
+
+    found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: tuple(kept.size) for name, kept in found.items() if isinstance(kept, dcp.TensorStorageMetadata)}
+
+
+def joined(folder: Path) -> dict[str, Tensor]:
+    """The whole tensors of a state, for a process that is alone."""
+    from torch.distributed import checkpoint as dcp
+
+    tensors = {name: torch.empty(shape) for name, shape in shapes_of(folder).items()}
+    with _os_errors():
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return tensors
+
+
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raise the first OSError of any process in the place of torch's collection of errors."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        faults = [fault for fault, _ in error.failures.values()]
+        raise next((fault for fault in faults if isinstance(fault, OSError)), faults[0]) from None

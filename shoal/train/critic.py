@@ -2,7 +2,7 @@
 
 It begins as the layers of the run's first policy below a head of zeros, and has an optimiser of its own, so its loss needs
 no weight beside the policy's. It belongs to the trainer's state and is never published: no other node needs it, because a
-step that is repeated from its state gives the same credit. It knows neither the policy that learns nor its loss.
+step that is repeated from its state gives the same credit.
 
 Axes: P policy tokens of a row, N of a micro-batch, T of a rollout.
 """
@@ -16,15 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.algos.gae import gae
+from shoal.algos.advantages import gae
 from shoal.algos.losses import value_loss
-from shoal.algos.lr_schedule import learning_rate
 from shoal.config import CriticConfig, TrainConfig
 from shoal.models.value_head import TransformerWithValueHead
 from shoal.protocol.algorithm_config import needs_critic
-from shoal.train.optimiser import Optimiser
-from shoal.train.packing_flat import Plan
-from shoal.train.packing_padded import MicroBatch, join
+from shoal.train.microbatches import MicroBatch, Plan, join
+from shoal.train.optimiser import Optimiser, learning_rate
 from shoal.train.rows import TrainingRow
 
 
@@ -50,9 +48,7 @@ class Critic:
         """The value before each policy token of each row, float32[P]."""
         found: dict[int, NDArray[np.float32]] = {}
         for planned in packed:
-            value_N = self._values_of(planned.build(rows).on(self._device))
-            counts = [len(rows[i].positions_P) for i in planned.members]
-            found |= dict(zip(planned.members, (part.numpy() for part in value_N.cpu().split(counts)), strict=True))
+            found |= planned.by_row(rows, self._values_of(planned.build(rows).on(self._device)))
         return [found[i] for i in range(len(rows))]
 
     def gradients(self, rows: Sequence[TrainingRow], packed: Sequence[Plan]) -> dict[str, float]:
@@ -75,13 +71,7 @@ class Critic:
     def update(self, version: int, steps: int) -> float:
         """Take one AdamW step and drop the gradient. Returns its norm before clipping; if that is not finite, nothing
         changes."""
-        lr = learning_rate(
-            version,
-            peak=self.config.critic.lr,
-            shape=self.config.schedule,
-            warmup_steps=self.config.warmup_steps,
-            steps=steps,
-        )
+        lr = learning_rate(version, self.config, peak=self.config.critic.lr, steps=steps)
         norm = self._optimiser.update(lr)
         self.updates += math.isfinite(norm)
         return norm

@@ -11,28 +11,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.algos.preferences import distillation_advantages
+from shoal.algos.preference_losses import distillation_advantages
 from shoal.config import RunConfig
 from shoal.errors import StateError
 from shoal.models.cpu_offload import Parked, Resting
 from shoal.models.interface import PolicyModel
 from shoal.models.lora import base_alone
 from shoal.models.open_model import open_policy, spec_of
-from shoal.models.tokenizer_compat import demand_same_vocabulary
+from shoal.models.tokenizer_loader import demand_same_vocabulary
 from shoal.models.transformer import Transformer
 from shoal.models.value_head import TransformerWithValueHead, load_valued
 from shoal.protocol.algorithm_config import judge_named
 from shoal.train.logprobs import logprobs_of
 from shoal.train.master_weights import module_dtype
-from shoal.train.packing_padded import MicroBatch
+from shoal.train.microbatches import MicroBatch
 from shoal.train.rows import TrainingRow, change_learned, learned
 
 # --- The reference of a KL penalty ---
 #
 # The run's first policy, frozen, and what it says of a batch's tokens.
 #
-# Called by `roles/trainer` and `recipes/one_file.py` once a step, in runs whose algorithm has such a penalty; other runs
-# load nothing. It belongs to the trainer alone and is never published. If the run learns an adapter, the reference is the
+# It belongs to the trainer alone and is never published. If the run learns an adapter, the reference is the
 # base without it, and nothing is loaded twice. The log-probs are part of the rows, so a repeated step has the same bits.
 
 
@@ -79,8 +78,7 @@ def reference_of(
 #
 # A frozen policy that judges each token that the student wrote.
 #
-# Called by `roles/trainer` and `recipes/one_file.py` once a step, in runs with `advantage = "teacher"`; other runs load
-# nothing. The formula is that of `algos/preferences`. Both sides are computed here, the student's with the weights that
+# The formula is that of `algos/preference_losses`. Both sides are computed here, the student's with the weights that
 # the step begins with: no claim of a worker counts, also where rollouts are old. The advantages are part of the rows, so
 # a repeated step has the same bits. It belongs to the trainer alone and is never published.
 
@@ -115,11 +113,10 @@ class Teacher(Resting):
 #
 # It scores each rollout, and the mean of the group is subtracted.
 #
-# Called by `roles/trainer` and `recipes/one_file.py` once a step, in runs with `advantage = "reward_model"`; other runs
-# load nothing. `jobs/preferences`, which trains such models, takes `row_scores`. Such a model is for what no environment
+# Such a model is for what no environment
 # can check, so the rewards that validators recomputed stay figures. The score is that of a rollout's last token, as the
-# model was trained (`algos/preferences`); of a rollout with several rows, that of its last one. The advantages are part of
-# the rows, so a repeated step has the same bits. It is never published.
+# model was trained (`algos/preference_losses`); of a rollout with several rows, that of its last one. The advantages are
+# part of the rows, so a repeated step has the same bits. It is never published.
 #
 # Axes: B rows of a micro-batch, K those of a micro-batch of pairs, T tokens, R rows.
 
@@ -198,11 +195,7 @@ def _group_of(row: TrainingRow, place: int) -> Hashable:
 
 # --- The frozen model that decides what a run's rollouts are worth, if its algorithm has one ---
 #
-# Opened from where it is.
-#
-# Called by `roles/trainer` and `recipes/one_file.py` when they start. It refuses a model that reads token ids otherwise
-# than the policy does: its judgement would be of another text. It neither computes nor compares bytes with an earlier
-# start.
+# A model that reads token ids otherwise than the policy does is refused: its judgement would be of another text.
 
 
 class AdvantageModel(Protocol):

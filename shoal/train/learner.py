@@ -1,7 +1,7 @@
 """One training step: rows in, a changed model and the step's metrics out.
 
 The learner does not know the algorithm: rows carry advantages, weights and behaviour log-probs, and an objective turns them
-into a number. It does not deal with batches, the network or files. The same state, rows and thread count give the same
+into a number. The same state, rows and thread count give the same
 bits.
 
 Axes: N policy tokens of a micro-batch, P policy tokens of a row.
@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.algos.lr_schedule import learning_rate
-from shoal.config import PRESET_LR, TrainConfig, preset_lr
+from shoal.config import PRESET_LR, SamplingConfig, TrainConfig, preset_lr
 from shoal.errors import StateError
 from shoal.models.cpu_offload import Parked
 from shoal.models.interface import PolicyModel
@@ -31,13 +30,10 @@ from shoal.protocol.algorithm_config import needs_old
 from shoal.train.critic import Critic, credited
 from shoal.train.distributed.ranks import ALONE, Ranks
 from shoal.train.logprobs import logprobs_of, predict
-from shoal.train.loss import Objective, TokenTerms, objective_of
-from shoal.train.loss_weights import averaged, bonus_of, normalised
+from shoal.train.loss import Objective, TokenTerms, averaged, bonus_of, normalised, objective_of
 from shoal.train.master_weights import layout_of
-from shoal.train.microbatches import free_cached, is_shortage, minibatches, smaller_budget
-from shoal.train.optimiser import Optimiser
-from shoal.train.packing_flat import Plan, plan
-from shoal.train.packing_padded import MicroBatch, silent
+from shoal.train.microbatches import MicroBatch, Plan, free_cached, is_shortage, minibatches, plan, smaller_budget
+from shoal.train.optimiser import Optimiser, learning_rate
 from shoal.train.rows import TrainingRow, learned, one_of_each, rewarded
 
 T = TypeVar("T")
@@ -87,21 +83,19 @@ class Learner:
         self,
         model: PolicyModel,
         config: TrainConfig,
+        sampling: SamplingConfig,
         *,
-        temperature: float,
         steps: int,
-        max_tokens: int = 0,
         objective: Objective | None = None,
         critic: Critic | None = None,
         ranks: Ranks = ALONE,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """It computes on the model's device. The model must have the config's precision: nothing is converted, so nothing
         is held twice.
 
-        `steps` is the length of the schedule; `max_tokens` the most of a rollout, by which some algorithms divide.
-        `objective` replaces the one that the config names; `critic` learns beside the policy and decides its advantages;
-        `ranks` are the processes that take each step together, all with the same rows.
+        `sampling` is how the rows were sampled: some algorithms divide by the most tokens of a rollout. `steps` is the
+        length of the schedule. `objective` replaces the one that the config names; `critic` learns beside the policy and
+        decides its advantages; `ranks` are the processes that take each step together, all with the same rows.
         """
         parameters = model.trainable()
         if config.lr == PRESET_LR:
@@ -109,7 +103,7 @@ class Learner:
         self.model = model.train()
         self.model.recompute = config.recompute == "layers"
         self.config = config
-        self.temperature = temperature
+        self.temperature = sampling.temperature
         self.steps = steps
         self.lr_factor = 1.0
         """What the learning rate of the next step is multiplied by; not the critic's, which would fall behind."""
@@ -118,17 +112,17 @@ class Learner:
         """Tokens of a micro-batch, at most, in each pass of the last step: those for values and old log-probs, and the
         updates."""
         self._budget = config.microbatch_tokens
-        self._max_tokens, self._bonus = max_tokens, 1.0
+        self._max_tokens, self._bonus = sampling.all_tokens, 1.0
         self._objective = objective or objective_of(config.algorithm)
         self._needs_old = objective is None and needs_old(config.algorithm)
-        self._critic, self._ranks, self._clock = critic, ranks, clock
+        self._critic, self._ranks = critic, ranks
         self._device = next(iter(parameters.values())).device
         ranks.demand_dtype(self.model, config)
         self._optimiser = Optimiser(parameters, config, ranks)
         self._parked = Parked()
 
     def step(self, rows: Sequence[TrainingRow], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:
-        """Learn from rows, turning policy `version` into `version + 1`. Returns the metrics declared in `shoal.metrics`.
+        """Learn from rows, turning policy `version` into `version + 1`. Returns metrics of `shoal/step_metrics`.
 
         The rows are learned from `updates_per_batch` times, in `minibatches` parts. Their log-probs stay those of the
         policy that sampled, or that the step began with, so each update is clipped against that policy, and all have the
@@ -147,20 +141,10 @@ class Learner:
         rows = learned(rows) if counted else rows
         if not rows:  # guard: step-without-rows
             log.warning("nothing to learn from: the policy stays as it is version=%d", version)
-            return {
-                "update_skipped": 1,
-                "updates": 0,
-                "reward_mean": 0.0,
-                "rollouts": 0,
-                "tokens": 0,
-                "policy_tokens": 0,
-                "train_s": 0.0,
-            }
-        started = self._clock()
-        asked = self.config
-        lr = self.lr_factor * learning_rate(
-            version, peak=asked.lr, shape=asked.schedule, warmup_steps=asked.warmup_steps, steps=self.steps
-        )
+            zero = dict.fromkeys(("updates", "reward_mean", "rollouts", "tokens", "policy_tokens", "train_s"), 0)
+            return {"update_skipped": 1, **zero}
+        started = time.perf_counter()
+        lr = self.lr_factor * learning_rate(version, self.config, peak=self.config.lr, steps=self.steps)
         algorithm, learned_tokens = self.config.algorithm, 0
         left, updates, taught = iter(budgets), list[dict[str, float]](), list[dict[str, float]]()
         rows, expected = self._credited(rows, version, left)
@@ -183,7 +167,7 @@ class Learner:
                 break  # what follows would be of another step than the one that was asked for
         num_all_tokens = sum(len(row.tokens_T) for row in rows)
         rollouts = one_of_each(rows)
-        step_s = self._clock() - started
+        step_s = time.perf_counter() - started
         return {
             **expected,
             **_means(taught),
@@ -294,7 +278,7 @@ class Learner:
             members = share.plan.members
             batch, old_N = share.plan.build(part.rows).on(self._device), self._old_of(members, part.old)
             figures, largest_here, logp_N = self._accumulate(
-                batch if share.counts else silent(batch), old_N, num_tokens
+                batch if share.counts else batch.silent(), old_N, num_tokens
             )
             sums.update(figures if share.counts else dict.fromkeys(figures, 0.0))
             largest = max(largest, largest_here)

@@ -1,8 +1,7 @@
 """Learning from pairs of answers of which one is preferred: a policy by DPO, or a reward model by its scores.
 
-A pair is two rows with the same prompt, and always in one micro-batch. The formulas are in `algos/preferences` and
-`algos/preferences`. It does not deal with the source of the pairs, with files or with the network. The same model, pairs,
-settings and number of threads give the same bits.
+A pair is two rows with the same prompt, and always in one micro-batch. The formulas are in `algos/preference_losses`.
+The same model, pairs, settings and number of threads give the same bits.
 
 Axes: B pairs of a micro-batch, K rows of it (the chosen ones first), T input tokens, N policy tokens of a micro-batch.
 """
@@ -16,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.algos.lr_schedule import learning_rate
-from shoal.algos.preferences import bradley_terry_loss, dpo_loss
+from shoal.algos.preference_losses import bradley_terry_loss, dpo_loss
 from shoal.config import TrainConfig
 from shoal.models.interface import PolicyModel
 from shoal.train.logprobs import predict
-from shoal.train.optimiser import Optimiser
-from shoal.train.packing_padded import MicroBatch, collate, input_length
+from shoal.train.microbatches import MicroBatch, collate, input_length
+from shoal.train.optimiser import Optimiser, learning_rate
 from shoal.train.rows import TrainingRow
+from shoal.train.sft import shuffled
 
 MICROBATCH_TOKENS = 4096
 """Padded tokens of one forward pass, at most, except for a single pair."""
@@ -146,8 +145,13 @@ def _learn(
     progress: Callable[[int, float], None],
 ) -> int:  # fmt: skip
     """Take all steps; gives how many tokens were learned from, prompts and repetitions included."""
-    config = TrainConfig(lr=settings.lr, max_grad_norm=settings.max_grad_norm)
-    optimiser, order, tokens = Optimiser(parameters, config), _shuffled(len(pairs), settings.seed), 0
+    config = TrainConfig(
+        lr=settings.lr,
+        schedule="cosine",
+        warmup_steps=settings.warmup_steps,
+        max_grad_norm=settings.max_grad_norm,
+    )
+    optimiser, order, tokens = Optimiser(parameters, config), shuffled(len(pairs), settings.seed), 0
     for step in range(settings.steps):
         batch, total = [pairs[next(order)] for _ in range(settings.batch)], 0.0
         for members in in_microbatches(batch):
@@ -156,10 +160,7 @@ def _learn(
             loss.backward()
             total += loss.item()
             tokens += sum(len(row.tokens_T) for row in rows)
-        lr = learning_rate(
-            step, peak=settings.lr, shape="cosine", warmup_steps=settings.warmup_steps, steps=settings.steps
-        )
-        optimiser.update(lr)
+        optimiser.update(learning_rate(step, config, peak=settings.lr, steps=settings.steps))
         progress(step, total)
     return tokens
 
@@ -196,10 +197,3 @@ def in_microbatches(pairs: Sequence[TokenPair]) -> Iterator[list[TokenPair]]:
         longest = length
     if members:
         yield members
-
-
-def _shuffled(count: int, seed: int) -> Iterator[int]:
-    """Endless indices: each pass over the pairs is in a new order."""
-    rng = np.random.default_rng(seed)
-    while True:
-        yield from rng.permutation(count).tolist()

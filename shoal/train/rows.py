@@ -2,14 +2,16 @@
 
 A worker's bytes are checked here again, with the function that validators use: nothing that a worker claims reaches the
 model but token ids within the vocabulary and finite log-probabilities. Rewards come from the batch, never from the worker.
-It uses neither model nor formulas: `ledger/group_signal` decides what a rollout is worth.
+`ledger/group_advantages` decides what a rollout is worth.
 
 Axes: T tokens of one row, P tokens of it that the policy wrote and learns from, G rollouts of a group.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +33,7 @@ class TrainingRow:
     advantages and weights.
 
     A row without positions is counted only: its rollout has a place in the divisor of the average, and adds nothing to the
-    sum. `counted_only` makes such rows, and `algos/loss_averaging` divides.
+    sum. `counted_only` makes such rows, and `algos/losses` divides.
     """
 
     tokens_T: NDArray[np.int64]
@@ -224,3 +226,59 @@ def example_row(tokens_T: Sequence[int], author_T: Sequence[int]) -> TrainingRow
 
 def _refusal(place: str, fault: str) -> str:
     return f"will not train on {place}: {fault}. A validator should have refused it: see `shoal ledger show`"
+
+
+# --- Rows as bytes: what the journal keeps, and what the processes of a trainer send each other. All bits come back ---
+
+
+class RowBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A `Row`, whose arrays are little-endian bytes: int32 or float32."""
+
+    tokens_T: bytes
+    positions_P: bytes
+    behaviour_logp_P: bytes
+    advantage_P: bytes
+    weight_P: bytes
+    reward: float
+    version: int
+    env: str
+    id: tuple[int, int, int] | None
+    reference_logp_P: bytes = b""
+    """Empty if the row has none."""
+    reward_P: bytes = b""
+    """Likewise."""
+    faulted: bool = False
+
+
+def bytes_of(row: TrainingRow) -> RowBytes:
+    """A row, to be written or sent."""
+
+    def whole(values: NDArray[np.int64]) -> bytes:
+        return values.astype("<i4").tobytes()
+
+    def real(values: NDArray[np.float32]) -> bytes:
+        return values.astype("<f4").tobytes()
+
+    optional = (row.reference_logp_P, row.reward_P)
+    reference, earned = (b"" if values is None else real(values) for values in optional)
+    return RowBytes(
+        whole(row.tokens_T), whole(row.positions_P), real(row.behaviour_logp_P), real(row.advantage_P),
+        real(row.weight_P), row.reward, row.version, row.env, row.id, reference, earned, row.faulted,
+    )  # fmt: skip
+
+
+def row_of(kept: RowBytes) -> TrainingRow:
+    """The row that `bytes_of` was given."""
+
+    def whole(data: bytes) -> NDArray[np.int64]:
+        return np.frombuffer(data, "<i4").astype(np.int64)
+
+    def real(data: bytes) -> NDArray[Any]:
+        return np.frombuffer(data, "<f4").astype(np.float32)
+
+    return TrainingRow(
+        whole(kept.tokens_T), whole(kept.positions_P), real(kept.behaviour_logp_P), real(kept.advantage_P),
+        real(kept.weight_P), kept.reward, kept.version, kept.env, kept.id,
+        real(kept.reference_logp_P) if kept.reference_logp_P else None,
+        reward_P=real(kept.reward_P) if kept.reward_P else None, faulted=kept.faulted,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.config import PRESET_LR, SftConfig, TrainConfig, preset_imitation_lr
+from shoal.config import PRESET_LR, SamplingConfig, SftConfig, TrainConfig, preset_imitation_lr
 from shoal.models.interface import PolicyModel
 from shoal.train.checkpoint import States
 from shoal.train.learner import Learner
@@ -48,8 +48,8 @@ class FineTuning:
             max_grad_norm=config.max_grad_norm,
             microbatch_tokens=MICROBATCH_TOKENS,
         )
-        self._learner = Learner(model, train, temperature=1.0, steps=config.steps, objective=sft_objective)
-        self._order = _shuffled(len(self._rows), config.seed)
+        self._learner = Learner(model, train, SamplingConfig(), steps=config.steps, objective=sft_objective)
+        self._order = shuffled(len(self._rows), config.seed)
         self._batch_rows = config.batch
         self.steps_done = 0
         self.tokens = 0
@@ -91,8 +91,8 @@ def fine_tune(
         progress(tuning.steps_done, tuning.step())
 
 
-def _shuffled(count: int, seed: int) -> Iterator[int]:
-    """Endless indices: each pass over the examples is in a new order."""
+def shuffled(count: int, seed: int) -> Iterator[int]:
+    """Endless indices: each pass over the rows is in a new order."""
     rng = np.random.default_rng(seed)
     while True:
         yield from rng.permutation(count).tolist()

@@ -1,6 +1,6 @@
 """What each token of a group's rollouts is worth: the rollout's advantage, or that of its turn or step.
 
-The rewards of continuations are those that validators recomputed, in the order of `protocol/branching`, and the places
+The rewards of continuations are those that validators recomputed, in the order of `protocol/continuations`, and the places
 follow from the group's bytes. So no bytes of a continuation are read here. The rewards of turns and steps are those that
 validators recomputed, too, with the tokens at which each ends.
 
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos.vineppo import fill_values, of_tokens, start_values, step_advantages, vine_values
-from shoal.ledger.group_signal import advantages, advantages_by_step
+from shoal.algos.advantages import fill_values, of_tokens, start_values, step_advantages, vine_values
+from shoal.ledger.group_advantages import advantages, advantages_by_step
 from shoal.protocol.algorithm_config import Algorithm, needs_critic, step_credit_of, vine_of
-from shoal.protocol.audit_selection import MAX_REWARD
-from shoal.protocol.branching import places
-from shoal.protocol.group_rewards import has_enough_rollouts, malformed_steps, step_of_tokens, without_faults
+from shoal.protocol.audit_and_pay import MAX_REWARD
+from shoal.protocol.continuations import places
 from shoal.protocol.messages import POLICY, Group, Rollout, StepRewards
+from shoal.protocol.reward_rules import has_enough_rollouts, malformed_steps, step_of_tokens, without_faults
 
 
 def credit(

@@ -38,7 +38,6 @@ async def fetch_parents(lease: Lease, rules: Rules, fetch: Callable[[str], Await
 
 
 def _named_in(body: bytes, named: list[Parent], lease: Lease, most: int) -> dict[str, bytes]:
-    """The named groups of one submission."""
     found = dict[str, bytes]()
     try:
         groups = from_msgpack(body, Submission).groups

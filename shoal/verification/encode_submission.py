@@ -10,12 +10,12 @@ import numpy as np
 from shoal.algos.toploc import prove
 from shoal.engine.interface import PolicyScore
 from shoal.errors import StateError
-from shoal.protocol.branching import num_rollouts
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
+from shoal.protocol.continuations import num_rollouts
 from shoal.protocol.encoding import to_msgpack
 from shoal.protocol.message_sizes import submission_bytes
 from shoal.protocol.messages import EngineFacts, Group, Lease, Rules, Submission
-from shoal.verification.context import by_group
+from shoal.verification.check_context import by_group
 
 REMEDY = (
     "Check this machine's memory. If other workers report the same, values of the policy overflow: its host may begin "

@@ -10,13 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos.logprob_evidence import SLACK
-from shoal.algos.sampling_evidence import pooled, room, tokens_to_detect
+from shoal.algos.sampling_evidence import SLACK, pooled, room, tokens_to_detect
 from shoal.algos.toploc import ChunkFigures
 from shoal.errors import StateError
 from shoal.protocol.messages import Bounds
 from shoal.protocol.tolerances import MEAN_OF_LOGPROB
-from shoal.verification.audit_checks import least_bound, most_mismatched
+from shoal.verification.checks_with_model import least_bound, most_mismatched
 
 FAR_PERCENTILE = 0.9999
 """Quantile of the gaps, and of the log-prob differences, to which the safety factor is applied."""
@@ -87,7 +86,7 @@ def propose(noise: MeasuredNoise, distinct: int, safety: float, coarse: bool = F
 
 
 def _mean_off(off_N: NDArray[np.float64], logprob: float) -> float:
-    """The honest mean m of `logprob_evidence`, nats: of the differences themselves, or what the mean of e^d makes of it."""
+    """The honest mean m of claims, nats: of the differences themselves, or what the mean of e^d makes of it."""
     d_N = np.clip(off_N, -logprob, logprob)
     return max(float(d_N.mean()), math.log(float(np.exp(d_N).mean())) / SLACK)
 
@@ -115,7 +114,6 @@ def _near_the_limit(figures: ChunkFigures, safety: float) -> bool:
 
 
 def _rounded_up(value: float) -> float:
-    """Round up to two significant digits."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.ceil(value / unit - 1e-9) * unit:.2g}")
 

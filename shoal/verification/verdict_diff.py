@@ -6,9 +6,9 @@ Checks, outcomes, rewards, their steps, and tokens are compared. Figures are not
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from shoal.protocol.group_rewards import fault_indices, fault_key
 from shoal.protocol.messages import GroupVerdict, StepRewards
-from shoal.verification.audit_checks import AUDIT
+from shoal.protocol.reward_rules import fault_indices, fault_key
+from shoal.verification.checks_with_model import AUDIT
 
 NEEDS_MODEL = frozenset(check.name for check in AUDIT)
 """Checks that cannot be repeated without the weights."""

@@ -12,15 +12,15 @@ import msgspec
 
 from shoal.algos.activation_projection import project
 from shoal.errors import Undecided
-from shoal.protocol.audit_selection import REPLAY, influence, must_audit, pay_of
+from shoal.protocol.audit_and_pay import REPLAY, influence, must_audit, pay_of
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError, from_msgpack
-from shoal.protocol.group_rewards import fault_indices
 from shoal.protocol.messages import Check, Group, GroupRecord, GroupVerdict, Record, Submission, Verdict
-from shoal.verification.audit_checks import AUDIT, figures_of, leaning_of
-from shoal.verification.context import CheckFailure, Context, GroupCheck, Tools, by_group
+from shoal.protocol.reward_rules import fault_indices
+from shoal.verification.check_context import CheckFailure, Context, GroupCheck, Tools, by_group
+from shoal.verification.checks_with_model import AUDIT, figures_of, leaning_of
+from shoal.verification.checks_without_model import MODEL_FREE, SHAPE
 from shoal.verification.encode_submission import largest_submission_bytes
-from shoal.verification.model_free import MODEL_FREE, SHAPE
 
 STOPPED = "the sandbox stopped the environment"
 """Why a slot is void that another machine might be able to judge."""
@@ -134,7 +134,6 @@ def _open_group(encoded: bytes) -> Group | CheckFailure:
 
 
 def _prefill(audited: Sequence[tuple[Group, Context]], tools: Tools) -> None:
-    """Give each audited group its scores, from one call of the engine."""
     if not audited:
         return
     requests = [request for group, ctx in audited for request in ctx.requests(group)]

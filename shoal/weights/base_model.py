@@ -31,7 +31,7 @@ MOST_KNOWN = 4096
 """Files whose hashes are remembered. A base has a few."""
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...], str]]
-"""Dtype, shape and hash of each tensor, as of `files.tensors_of`."""
+"""Dtype, shape and hash of each tensor, as of `checkpoint.tensors_of`."""
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -4,7 +4,7 @@ fetched."""
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -321,25 +321,33 @@ def signer_of(data: bytes) -> str:
         return ""
 
 
+class ManifestTrust(NamedTuple):
+    """Whose manifests a node takes: those of a run, by keys that may publish for it."""
+
+    run: str
+    keys: Collection[str] | Publishers
+    """Of `Publishers`, each signs what it may."""
+    max_bytes: int | None = None
+    """The most that this node will download."""
+
+
 def open_manifest(
     data: bytes,
+    trust: ManifestTrust,
     *,
-    run: str,
-    keys: Collection[str] | Publishers,
     now: float | None,
     version: int | None = None,
-    max_bytes: int | None = None,
     root: str = "",
     logged: Collection[str] | None = None,
     issued_since: float = 0.0,
 ) -> Manifest:
     """Decode a `SignedManifest` and return its manifest, if everything about it is right.
 
-    `keys` may publish; of `Publishers`, each what it may. `version` is the requested one, None if any will do. `now` is
-    None for history, where nothing expires. `max_bytes` is the most that this node will download. `root`, if given, is the
-    version's in the log, and `logged` the digests of the signed manifests that the log names for it. `issued_since` is the
-    newest date of issue that this node has seen of the version. Raises `ManifestError` saying what is wrong.
+    `version` is the requested one, None if any will do. `now` is None for history, where nothing expires. `root`, if given,
+    is the version's in the log, and `logged` the digests of the signed manifests that the log names for it. `issued_since`
+    is the newest date of issue that this node has seen of the version. Raises `ManifestError` saying what is wrong.
     """
+    run, keys, max_bytes = trust
     if len(data) > constants.MAX_MANIFEST_BYTES:
         raise ManifestError(
             "too-long",

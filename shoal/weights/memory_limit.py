@@ -11,22 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from shoal.chat.isolated import RendererLimits
 from shoal.engine.interface import Engine
 from shoal.errors import Overreach, StateError
-from shoal.models.config import ModelConfig
 from shoal.models.device import CPU, CUDA
-from shoal.models.lora_config import AdapterSpec, has_adapter
-from shoal.models.nf4_config import NF4, is_coded
-from shoal.models.open_model import spec_of
 from shoal.weights.delta.tensor_codes import cores
-
-if TYPE_CHECKING:
-    from shoal.engine.memory_estimate import AnyNeeds, Needs
 
 THREAD_STACK_BYTES = 8 << 20
 """Address space of a thread's stack, of which little is used."""
@@ -188,24 +180,6 @@ def memory_mb() -> tuple[int, int]:
     torch = sys.modules.get("torch")  # a process without it computes nothing
     on_gpu = torch.cuda.memory_reserved() // 1_000_000 if torch is not None and torch.cuda.is_initialized() else 0
     return taken_mb(), int(on_gpu)
-
-
-def needs_of(directory: Path, dtype: str) -> "Needs | AnyNeeds":
-    """What the policy in a checkpoint directory needs in an engine of this dtype. Raises `StateError`."""
-    from shoal.engine.memory_estimate import (
-        AnyNeeds,  # imports torch
-        Needs,
-        adapter_bytes,
-    )
-
-    spec = spec_of(directory)
-    if not isinstance(spec, ModelConfig):
-        return AnyNeeds.of(spec, directory, dtype)
-    base = NF4 if is_coded(directory) else ""
-    if not has_adapter(directory):
-        return Needs(spec, dtype, base=base)
-    adapter = AdapterSpec.from_directory(directory)
-    return Needs(spec, dtype, adapter_bytes(spec, adapter.rank, adapter.targets), base)
 
 
 def _private_bytes() -> int:

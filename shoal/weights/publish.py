@@ -9,9 +9,9 @@ import mmap
 import os
 import shutil
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from shoal.errors import StateError, cause_of
 from shoal.models.safetensors_header import Identity, identity_of
@@ -127,36 +127,57 @@ class PatchBase:
     weights: Weights
 
 
+class PublishSettings(NamedTuple):
+    """What a directory is published as."""
+
+    run: str
+    version: int
+    dtype: str
+    chunk_bytes: int = 0
+    """0: what `chunk_bytes_for` says."""
+
+
+@dataclass
+class PublishHistory:
+    """What a publisher remembers from one version to the next."""
+
+    sent: Collection[str] = ()
+    """Chunks that the sink has: they are not sent again."""
+    base: PatchBase | None = None
+    """The newest version, from which a patch may lead to the next."""
+    described: dict[Identity, FileEntry] = field(default_factory=dict)
+    """What was said of files that stay the same: those of the base of adapters are read once."""
+
+
 async def publish(
     directory: Path,
     sink: ChunkSink,
+    release: PublishSettings,
+    history: PublishHistory | None = None,
     *,
-    run: str,
-    version: int,
-    dtype: str,
-    parents: tuple[int, ...] = (),
-    chunk_bytes: int = 0,
-    known: Collection[str] = (),
-    base: PatchBase | None = None,
     whole: bool = True,
     adapts: AdapterBase | None = None,
-    described: dict[Identity, FileEntry] | None = None,
 ) -> Manifest:
     """Send the chunks of an HF-format directory and describe them; `sign_manifest` then signs the description.
 
-    Chunks in `known` are not sent: the sink has them from the previous version. With a `base`, a patch from it is offered,
-    if it is worth it; without `whole`, the weights are then sent as that patch only. The manifest's times are 0 until it is
-    signed, so it depends only on the directory, the base and `whole`. `chunk_bytes` 0 is what `chunk_bytes_for` says.
-    `adapts` is the model that the directory's adapter belongs to; its files are in the directory, too. `described` notes
-    what was said of them, so that they are read once.
+    If the history has the version before, a patch from it is offered, if it is worth it; without `whole`, the weights are
+    then sent as that patch only. The manifest's times are 0 until it is signed, so it depends only on the directory, the
+    base and `whole`. `adapts` is the model that the directory's adapter belongs to; its files are in the directory, too.
 
     Raises `StateError` if the directory cannot be read or has no weights, and whatever the sink raises.
     """
+    run, version, dtype, chunk_bytes = release
+    history = history or PublishHistory()
+    known, base = history.sent, history.base
     paths = await asyncio.to_thread(_published_files, directory)
     chunk_bytes = chunk_bytes or chunk_bytes_for(sum(path.stat().st_size for path in paths))
     root = await asyncio.to_thread(directory_root, directory)
     patches = []
-    if base is not None and (data := await asyncio.to_thread(_patch, base.weights, directory)) is not None:
+    if (
+        base is not None
+        and base.version == version - 1
+        and (data := await asyncio.to_thread(_patch, base.weights, directory)) is not None
+    ):
         file = await _send(f"{base.version:06d}.patch", data, sink, chunk_bytes, known)
         patches.append(Patch(base.version, base.root, CODEC, file))
     if patches and not whole:
@@ -165,14 +186,14 @@ async def publish(
         run=run,
         stream=POLICY_STREAM,
         version=version,
-        parents=parents,
+        parents=(version - 1,) if version else (),
         dtype=dtype,
         root=root,
         files=tuple(
             [
                 await asyncio.to_thread(_named, path)
                 if adapts and adapts.source and is_of_base(path.name)
-                else await _send_file(path, sink, chunk_bytes, known, described)
+                else await _send_file(path, sink, chunk_bytes, history)
                 for path in paths
             ]
         ),
@@ -198,22 +219,17 @@ def _published_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.is_file() and is_publishable(path.name))
 
 
-async def _send_file(
-    path: Path,
-    sink: ChunkSink,
-    chunk_bytes: int,
-    known: Collection[str],
-    described: dict[Identity, FileEntry] | None = None,
-) -> FileEntry:
+async def _send_file(path: Path, sink: ChunkSink, chunk_bytes: int, history: PublishHistory) -> FileEntry:
     try:
         of = identity_of(path)
-        if described is not None and of in described and {*described[of].chunks} <= {*known}:
+        described = history.described
+        if of in described and {*described[of].chunks} <= {*history.sent}:
             return described[of]
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        entry = await _send(path.name, data, sink, chunk_bytes, known, path)
-        if described is not None and is_weights(path.name):
+        entry = await _send(path.name, data, sink, chunk_bytes, history.sent, path)
+        if is_weights(path.name):
             if len(described) > MOST_FILES:
                 described.clear()
             described[of] = entry

@@ -41,7 +41,7 @@ def logits(rows: int, vocabulary: int) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize(("rows", "vocabulary"), [
-    (4000, 1), (4000, 3), (4000, 64), (300, 1000), (300, 1024), (200, 1026), (100, 5003), (20, 32768), (3, 151936),
+    (4000, 1), (4000, 64), (300, 1000), (200, 1026), (20, 32768), (3, 151936),
 ])  # fmt: skip
 def test_the_winner_and_its_score_are_those_of_all_noise(rows: int, vocabulary: int, monkeypatch) -> None:
     monkeypatch.setattr(searching, "HELD_VALUES", rows * vocabulary // 3 + 1)  # several pieces

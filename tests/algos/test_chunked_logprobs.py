@@ -46,22 +46,14 @@ def _both(dtype: torch.dtype, temperature: float, held_values: int) -> list[list
     return results
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("held_values", [1, PIECE, 36 * V])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 0.03)])
 def test_pieces_give_the_figures_and_gradients_of_all_logits(
-    dtype: torch.dtype, bound: float, held_values: int, temperature: float
+    dtype: torch.dtype, bound: float, held_values: int
 ) -> None:
-    for ours, plain in zip(*_both(dtype, temperature, held_values), strict=True):
+    for ours, plain in zip(*_both(dtype, 0.7, held_values), strict=True):
         assert ours.dtype == plain.dtype and ours.shape == plain.shape
         assert (ours.double() - plain.double()).abs().max() <= bound * (1 + plain.abs().max())
-
-
-def test_gradients_in_pieces_match_finite_differences() -> None:
-    hidden_ND, head_VD, o_N = _inputs(torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda h, w: logprob_and_entropy_of(h, w, o_N, temperature=0.7, held_values=PIECE), (hidden_ND, head_VD)
-    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shoal.algos.corrections import icepop_weights, row_mask, truncated_row_weights
+from shoal.algos.corrections import icepop_weights, row_mask, truncated_row_weights, truncated_weights
 
 # Three rows: ratios 2 and 1/2 (product 1), 1.1 and 1.1 (product 1.21), 4 and 2 (product 8).
 K, ROW = [2.0, 0.5, 1.1, 1.1, 4.0, 2.0], torch.tensor([0, 0, 1, 1, 2, 2])
@@ -46,6 +46,7 @@ def test_no_claim_makes_a_weight_infinite(gap):
         row_mask(OLD, mu_logp_N, ROW, least=0.0, most=3.0, geometric=False),
         row_mask(OLD, mu_logp_N, ROW, least=0.99, most=1.01, geometric=True),
         truncated_row_weights(OLD, mu_logp_N, ROW, C=2.0),
+        truncated_weights(OLD, mu_logp_N, C=2.0),
     ):
         assert torch.isfinite(w_N).all() and (w_N >= 0).all() and (w_N <= 5.0).all()
 
@@ -54,3 +55,15 @@ def test_no_gradient_flows_through_weights():
     old_logp_N = OLD.clone().requires_grad_()
     assert not icepop_weights(old_logp_N, MU, least=0.5, most=5.0).w_N.requires_grad
     assert not truncated_row_weights(old_logp_N, MU, ROW, C=2.0).w_N.requires_grad
+    assert not truncated_weights(old_logp_N, MU, C=2.0).w_N.requires_grad
+
+
+def logs(*probabilities: float) -> torch.Tensor:
+    return torch.tensor(probabilities, dtype=torch.float64).log()
+
+
+def test_weights_are_ratios_up_to_the_largest():
+    # pi_old / mu: 0.2 / 0.4 = 0.5;  0.3 / 0.3 = 1;  0.6 / 0.4 = 1.5;  0.8 / 0.2 = 4, cut to 2.
+    w_N, cut_N = truncated_weights(logs(0.2, 0.3, 0.6, 0.8), logs(0.4, 0.3, 0.4, 0.2), C=2.0)
+    assert w_N.tolist() == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert cut_N.tolist() == [False, False, False, True]

@@ -3,8 +3,16 @@
 import numpy as np
 import pytest
 
-from shoal.algos.logprob_evidence import LIMIT_NATS, cut, grown, lean
-from shoal.algos.sampling_evidence import CLAIM_ALARM_BITS, SamplingEvidence, excessive, room
+from shoal.algos.sampling_evidence import (
+    CLAIM_ALARM_BITS,
+    LIMIT_NATS,
+    SamplingEvidence,
+    cut,
+    excessive,
+    grown,
+    lean,
+    room,
+)
 from shoal.protocol.messages import Bounds
 
 NOISE = Bounds(gap=0.4, flipped=1e-3, mean_gap=5e-4, logprob=1.0, logprob_mean=0.005)

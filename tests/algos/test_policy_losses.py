@@ -1,45 +1,29 @@
 """Every policy loss against numbers worked by hand, against finite differences, and against lies about log-probs."""
 
 import math
-from functools import partial
+from typing import get_args
 
 import pytest
 import torch
 
-from shoal.algos.losses import cispo_loss, dppo_loss, gspo_loss, ppo_loss, reinforce_loss, row_mean, row_rest, row_sum
+from shoal.algos.losses import row_mean, row_rest, row_sum, sft_loss
 from shoal.algos.regularisers import squared_ratio
+from shoal.protocol import algorithm_config as c
+from shoal.protocol.algorithm_config import narrowest_bound
+from shoal.train.loss import policy_loss
 
 MU = math.log(0.25)
 
 
-def ppo(logp_N, mu_logp_N, A_N, row_N):
-    return ppo_loss(logp_N, mu_logp_N, A_N, eps_low=0.2, eps_high=0.28)
-
-
-def two_sided(logp_N, mu_logp_N, A_N, row_N):
-    return ppo_loss(logp_N, mu_logp_N, A_N, eps_low=0.2, eps_high=0.28, delta=3.0)
-
-
-def gspo(logp_N, mu_logp_N, A_N, row_N, by_token=False):
-    return gspo_loss(logp_N, mu_logp_N, A_N, row_N, eps_low=0.2, eps_high=0.2, by_token=by_token)
-
-
-def cispo(logp_N, mu_logp_N, A_N, row_N):
-    return cispo_loss(logp_N, mu_logp_N, A_N, least=0.5, most=2.0)
-
-
-def dppo(logp_N, mu_logp_N, A_N, row_N):
-    return dppo_loss(logp_N, mu_logp_N, A_N, bound=0.2)
-
-
-def reinforce(logp_N, mu_logp_N, A_N, row_N):
-    return reinforce_loss(logp_N, A_N)
-
-
 LOSSES = {
-    "ppo": ppo, "two_sided": two_sided, "gspo": gspo, "gspo_token": partial(gspo, by_token=True), "cispo": cispo,
-    "dppo": dppo, "reinforce": reinforce,
-}  # fmt: skip
+    "ppo": c.Clip(0.2, 0.28),
+    "two_sided": c.Clip(0.2, 0.28, 3.0),
+    "gspo": c.Gspo(0.2, 0.2),
+    "gspo_token": c.Gspo(0.2, 0.2, by_token=True),
+    "cispo": c.Cispo(0.5, 2.0),
+    "dppo": c.Dppo(0.2),
+    "reinforce": c.Reinforce(),
+}
 
 # Five tokens of three rows, sampled with probability 1/4; r is now / then.
 R, A, ROW = [1.0, 1.5, 0.5, 2.0, 3.5], [1.0, 2.0, -1.0, -1.0, -1.0], [0, 1, 1, 2, 2]
@@ -79,11 +63,25 @@ def tensors(R, A, ROW, dtype=torch.float64):
     return logp_N, mu_logp_N, torch.tensor(A, dtype=dtype), torch.tensor(ROW)
 
 
+def test_every_loss_of_a_run_file_is_here():
+    assert {type(loss) for loss in LOSSES.values()} == set(get_args(c.Loss))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_bound_acts_nearer_than_the_narrowest(name):
+    """Else claims could reach a bound that `claims_bend_ratios` does not know of."""
+    bound = narrowest_bound(c.Composition(loss=LOSSES[name], ratio_to="old"))
+    near = 0.999 * min(bound, 0.9)
+    R = [1 + near, 1 + near, 1 - near, 1 - near]
+    found = policy_loss(LOSSES[name], *tensors(R, [1.0, -1.0, 1.0, -1.0], [0, 1, 2, 3]))
+    assert bound > 0 and not found.clipped_N.any()
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_loss_equals_the_numbers_worked_by_hand(name):
     losses, gradient, clipped = BY_HAND[name]
     logp_N, mu_logp_N, A_N, row_N = tensors(R, A, ROW)
-    found = LOSSES[name](logp_N, mu_logp_N, A_N, row_N)
+    found = policy_loss(LOSSES[name], logp_N, mu_logp_N, A_N, row_N)
     found.loss_N.sum().backward()
     assert found.loss_N.tolist() == pytest.approx(losses)
     assert logp_N.grad.tolist() == pytest.approx(gradient)
@@ -93,7 +91,7 @@ def test_each_loss_equals_the_numbers_worked_by_hand(name):
 def test_dppo_drops_a_token_that_moved_far_in_the_direction_of_its_advantage():
     # d = 0.5 - 0.25 = 0.25 with A > 0; 0.025 - 0.25 = -0.225 with A < 0; the same with A > 0, which pushes it back.
     logp_N, mu_logp_N, A_N, row_N = tensors([2.0, 0.1, 0.1], [1.0, -1.0, 1.0], [0, 1, 2])
-    found = dppo(logp_N, mu_logp_N, A_N, row_N)
+    found = policy_loss(LOSSES["dppo"], logp_N, mu_logp_N, A_N, row_N)
     found.loss_N.sum().backward()
     assert found.clipped_N.tolist() == [True, True, False] and logp_N.grad.tolist() == pytest.approx([0, 0, -0.1])
 
@@ -101,7 +99,7 @@ def test_dppo_drops_a_token_that_moved_far_in_the_direction_of_its_advantage():
 def test_a_row_of_gspo_is_clipped_whole():
     # s = sqrt(1.1 * 1.9) = 1.446 > 1.2 in all its tokens, though the first token's own ratio is inside.
     logp_N, mu_logp_N, A_N, row_N = tensors([1.1, 1.9], [1.0, 1.0], [0, 0])
-    found = gspo(logp_N, mu_logp_N, A_N, row_N)
+    found = policy_loss(LOSSES["gspo"], logp_N, mu_logp_N, A_N, row_N)
     found.loss_N.sum().backward()
     assert (
         found.clipped_N.all() and logp_N.grad.tolist() == [0, 0] and found.loss_N.tolist() == pytest.approx([-1.2] * 2)
@@ -122,30 +120,9 @@ def test_gradients_match_finite_differences(name):
     logp_N, mu_logp_N, A_N, row_N, weight_N = random_case(3)
 
     def loss(logp_N):
-        return (weight_N * LOSSES[name](logp_N, mu_logp_N, A_N, row_N).loss_N).sum()
+        return (weight_N * policy_loss(LOSSES[name], logp_N, mu_logp_N, A_N, row_N).loss_N).sum()
 
     assert torch.autograd.gradcheck(loss, (logp_N,), eps=1e-7, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["cispo", "gspo_token"])
-def test_gradients_match_finite_differences_with_what_is_held_held(name):
-    """Parts of these losses are held constant: the weight of CISPO, and the row's ratio of GSPO-token."""
-    logp_N, mu_logp_N, A_N, row_N, weight_N = random_case(3)
-    (weight_N * LOSSES[name](logp_N, mu_logp_N, A_N, row_N).loss_N).sum().backward()
-    held_N = (logp_N - mu_logp_N).detach()
-
-    def value(logp_N):
-        if name == "cispo":
-            return -(weight_N * held_N.exp().clamp(0.5, 2.0) * A_N * logp_N).sum()
-        s_N = (row_mean(held_N, row_N) + logp_N - (mu_logp_N + held_N)).exp()
-        return -(weight_N * torch.minimum(s_N * A_N, s_N.clamp(0.8, 1.2) * A_N)).sum()
-
-    at, differences = logp_N.detach(), []
-    for n in range(len(at)):
-        step_N = torch.zeros_like(at)
-        step_N[n] = 1e-6
-        differences.append(((value(at + step_N) - value(at - step_N)) / 2e-6).item())
-    assert logp_N.grad.tolist() == pytest.approx(differences, abs=1e-6)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -154,7 +131,7 @@ def test_gradients_match_finite_differences_with_what_is_held_held(name):
 def test_absurd_claims_leave_loss_and_gradient_finite(name, claimed_nats, advantage):
     logp_N = torch.tensor([-500.0 if claimed_nats == 0.0 else -0.1], requires_grad=True)
     mu_logp_N = torch.tensor([claimed_nats])
-    found = LOSSES[name](logp_N, mu_logp_N, torch.tensor([advantage]), torch.zeros(1, dtype=torch.int64))
+    found = policy_loss(LOSSES[name], logp_N, mu_logp_N, torch.tensor([advantage]), torch.zeros(1, dtype=torch.int64))
     (found.loss_N.sum() + squared_ratio(logp_N, mu_logp_N).sum()).backward()
     assert torch.isfinite(found.loss_N).all() and torch.isfinite(logp_N.grad).all()
 
@@ -162,7 +139,7 @@ def test_absurd_claims_leave_loss_and_gradient_finite(name, claimed_nats, advant
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_token_without_advantage_has_a_gradient_or_counts_as_clipped(name):
     logp_N, mu_logp_N, A_N, row_N = tensors(R, [0.0] * 5, ROW)
-    found = LOSSES[name](logp_N, mu_logp_N, A_N, row_N)
+    found = policy_loss(LOSSES[name], logp_N, mu_logp_N, A_N, row_N)
     found.loss_N.sum().backward()
     assert not found.clipped_N.any() and not logp_N.grad.any()
 
@@ -172,26 +149,18 @@ def test_no_claimed_logprob_lifts_a_token_above_the_clip_of_its_side(advantage):
     """Whatever log-probs a worker claims, a token counts at most 1 + eps times if A > 0, and delta times if A < 0."""
     logp_N = torch.full((401,), -3.0, dtype=torch.float64, requires_grad=True)
     claimed_N = torch.linspace(-23.0, 0.0, 401, dtype=torch.float64)
-    two_sided(logp_N, claimed_N, torch.full_like(claimed_N, advantage), None).loss_N.sum().backward()
+    row_N = torch.arange(401)
+    found = policy_loss(LOSSES["two_sided"], logp_N, claimed_N, torch.full_like(claimed_N, advantage), row_N)
+    found.loss_N.sum().backward()
     largest, bound = logp_N.grad.abs().max().item(), 1.28 if advantage > 0 else 3.0
     assert 0.8 * bound < largest <= bound
-
-
-def test_gspo_by_token_has_the_gradient_of_gspo_where_a_row_has_one_advantage():
-    gradients = []
-    for by_token in (False, True):
-        logp_N, mu_logp_N, A_N, row_N, _ = random_case(7)
-        A_N = A_N[row_N * 6]
-        gspo(logp_N, mu_logp_N, A_N, row_N, by_token=by_token).loss_N.sum().backward()
-        gradients.append(logp_N.grad)
-    torch.testing.assert_close(*gradients)
 
 
 def test_all_losses_are_the_policy_gradient_where_nothing_has_moved():
     """At r = 1 every loss has the gradient of REINFORCE; GSPO's only where a row has one advantage."""
     for loss in LOSSES.values():
         logp_N, mu_logp_N, A_N, row_N = tensors([1.0] * 4, [2.0, 2.0, -1.0, -1.0], [0, 0, 1, 1])
-        loss(logp_N, mu_logp_N, A_N, row_N).loss_N.sum().backward()
+        policy_loss(loss, logp_N, mu_logp_N, A_N, row_N).loss_N.sum().backward()
         assert logp_N.grad.tolist() == pytest.approx([-2.0, -2.0, 1.0, 1.0])
 
 
@@ -219,3 +188,9 @@ def test_the_rest_of_a_row_has_the_same_bits_in_any_micro_batch():
         own_N = x_N[row_N == row]
         assert row_rest(own_N, torch.zeros(len(own_N), dtype=torch.int64)).equal(whole_N[row_N == row])
         assert whole_N[row_N == row].tolist() == pytest.approx(own_N.flip(0).cumsum(0).flip(0).tolist(), abs=1e-5)
+
+
+def test_cross_entropy_equals_the_number_worked_by_hand():
+    # p = 1/2 with weight 1 and 1/4 with weight 3, of a batch of 14 tokens: (ln 2 + 3 ln 4) / 14 = ln 2 / 2
+    logp_N = torch.tensor([0.5, 0.25]).log()
+    assert sft_loss(logp_N, torch.tensor([1.0, 3.0]), num_tokens=14).item() == pytest.approx(math.log(2) / 2)

@@ -90,16 +90,8 @@ def test_a_few_tokens_may_all_be_at_the_bound() -> None:
     assert largest_sum(1, BFLOAT16) == BFLOAT16.gap
 
 
-@PAIRS
-def test_honest_groups_pass_each_test_of_a_single_group(noise: Honest) -> None:
-    rng = np.random.default_rng(1)
-    groups = [honest(rng, noise) for _ in range(10_000)]
-    assert max(group.flipped for group in groups) <= most_flipped(GROUP_TOKENS, noise)
-    assert max(group.gap_sum for group in groups) <= largest_sum(GROUP_TOKENS, noise)
-
-
-@pytest.mark.parametrize("rate", [0.0, 1e-9, 1e-3, 0.5, 0.999])
-@pytest.mark.parametrize("tokens", [1, 64, 100_000])
+@pytest.mark.parametrize("rate", [0.0, 1e-3, 0.999])
+@pytest.mark.parametrize("tokens", [1, 100_000])
 def test_the_allowed_flips_stay_near_the_expected_count_at_any_rate(rate: float, tokens: int) -> None:
     allowed = most_flipped(tokens, Honest(flipped=rate))
     assert max(1, rate * tokens) <= allowed <= rate * tokens + 10 * math.sqrt(rate * tokens) + 10
@@ -119,15 +111,17 @@ def test_evidence_grows_by_the_bits_worked_by_hand() -> None:
 @PAIRS
 def test_honest_noise_raises_no_alarm_in_10_000_groups(noise: Honest) -> None:
     rng, evidence = np.random.default_rng(0), SamplingEvidence()
+    most, largest = most_flipped(GROUP_TOKENS, noise), largest_sum(GROUP_TOKENS, noise)
     for _ in range(10_000):
-        evidence = update(evidence, honest(rng, noise), noise)
-        assert not excessive(evidence)
+        group = honest(rng, noise)
+        evidence = update(evidence, group, noise)
+        assert not excessive(evidence) and group.flipped <= most and group.gap_sum <= largest
 
 
 def test_false_alarms_stay_below_the_stated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule for 2^8 groups: with the threshold at 8 + 3 bits, at most one of 256 honest groups raises the alarm."""
     monkeypatch.setattr(sampling_evidence, "ALARM_BITS", 11.0)
-    rng, alarms, evidence, groups = np.random.default_rng(2), 0, SamplingEvidence(), 100_000
+    rng, alarms, evidence, groups = np.random.default_rng(2), 0, SamplingEvidence(), 20_000
     for _ in range(groups):
         evidence = update(evidence, honest(rng, BFLOAT16), BFLOAT16)
         if excessive(evidence):

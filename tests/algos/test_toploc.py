@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from shoal.algos import toploc
-from shoal.algos.field_polynomials import PRIME, evaluate, interpolate
-from shoal.algos.toploc import CHUNK_TOKENS, compare, prove, top_k
+from shoal.algos.toploc import CHUNK_TOKENS, PRIME, compare, evaluate, interpolate, prove, top_k
 from shoal.config import ACTIVATION_ERROR
-from shoal.verification.audit_checks import judge_activations
+from shoal.verification.checks_with_model import judge_activations
 
 GOLDEN = json.loads(Path(__file__).with_name("toploc_golden.json").read_text())
 """Made by the python package toploc 0.1.6: benchmarks/peers/toploc_golden.py."""
@@ -23,24 +22,12 @@ def states(seed, tokens, width):
     return np.random.RandomState(seed).standard_normal((tokens, width)).astype(np.float32)
 
 
-def from_codes(codes):
-    return (np.array(codes, dtype=np.uint32) << 16).view(np.float32)
-
-
 def passes(hidden, proof, bound=FP32):
     figures = compare(hidden, proof)
     return not isinstance(figures, str) and judge_activations(figures, bound) is None
 
 
 # --- the published format ---
-
-
-def test_we_make_the_bytes_that_the_packages_readme_shows():
-    readme = GOLDEN["readme"]
-    prefill = prove([from_codes(readme["prefill"])], k=4, chunk_tokens=5)
-    decoded = prove([from_codes(readme["generated"])], k=4, chunk_tokens=3)
-    assert [(prefill + decoded)[i : i + 10].hex() for i in range(0, 50, 10)] == readme["proofs"]
-    assert readme["proofs"][0] == b"\xff\xd9\x1bB+g\xbaKum".hex()  # as its README prints them
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: f"{c['tokens']}x{c['width']}-k{c['k']}-s{c['seed']}")
@@ -81,7 +68,7 @@ def slow_interpolation(x, y):
     return total
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 8, 33, 128])
+@pytest.mark.parametrize("k", [1, 3, 128])
 def test_interpolation_and_evaluation_equal_plain_integer_arithmetic(k):
     rng = np.random.default_rng(k)
     x_CK = np.stack([rng.choice(PRIME, k, replace=False) for _ in range(3)])
@@ -135,8 +122,8 @@ def test_k_follows_from_width_and_tokens():
     assert top_k(4, 4) == 1
 
 
-@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 64, 65])
-@pytest.mark.parametrize("width", [4, 16, 64, 512, 4096])
+@pytest.mark.parametrize("tokens", [1, 32, 65])
+@pytest.mark.parametrize("width", [4, 64, 4096])
 def test_honest_proof_of_any_length_is_read_without_error(tokens, width):
     hidden = [states(1, tokens, width), states(2, 1, width)]
     proof = prove(hidden)
@@ -164,7 +151,7 @@ def test_activations_that_are_not_finite_are_not_proven():
 # --- noise and errors ---
 
 
-@pytest.mark.parametrize("width", [64, 256, 512, 2048])
+@pytest.mark.parametrize("width", [64, 2048])
 def test_float32_noise_passes_and_an_error_of_one_percent_does_not(width):
     rng, hidden = np.random.default_rng(0), states(3, 160, width)
     proof = prove([hidden])
@@ -188,18 +175,6 @@ def test_an_error_above_a_sixteenth_is_a_mismatch():
     assert (far.mismatched_C == far.entries_C).all()
 
 
-def test_a_proof_fits_its_own_entries_and_others_only_by_chance():
-    """An honest polynomial holds only the k largest values, so at other places it is right only by chance."""
-    values_CN = states(4, 32, 2048).reshape(1, -1).repeat(20, axis=0) * np.linspace(1, 1.2, 20)[:, None]
-    values_CN = values_CN.astype(np.float32)
-    index_CK, code_CK = toploc._largest(values_CN, 128)
-    coefficients_CK = interpolate(index_CK % PRIME, code_CK)
-    beyond_CK, beyond_code_CK = toploc._largest(values_CN, 1024)
-    said_CK = evaluate(coefficients_CK, beyond_CK % PRIME)
-    met_CK = said_CK == beyond_code_CK
-    assert met_CK[:, :128].all() and met_CK[:, 128:].mean() < 1e-3
-
-
 def test_honest_values_that_are_all_equal_pass():
     hidden = np.ones((70, 64), dtype=np.float32)
     hidden[:, 9] = 40
@@ -214,24 +189,24 @@ def constant(width, code):
     return np.array([PRIME, code, *[0] * (k - 1)], dtype=">u2").tobytes()
 
 
-@pytest.mark.parametrize("width", [64, 256, 512, 2048, 4096])
+@pytest.mark.parametrize("width", [64, 4096])
 @pytest.mark.parametrize("scales", ["gaussian", "lognormal"])
 def test_one_typical_magnitude_for_all_is_refused(width, scales):
     rng = np.random.default_rng(width)
     scale_D = rng.lognormal(0, 0.8, width) if scales == "lognormal" else np.ones(width)
-    for _ in range(20):
+    for _ in range(5):
         hidden = (rng.standard_normal((CHUNK_TOKENS, width)) * scale_D).astype(np.float32)
         typical = int(np.median(toploc._largest(hidden.reshape(1, -1), top_k(hidden.size, width))[1] & 0x7FFF))
         for bound in (FP32, BF16):
             assert not passes([hidden], constant(width, typical), bound)
 
 
-@pytest.mark.parametrize("variation", [0.02, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("variation", [0.02, 0.2])
 @pytest.mark.parametrize("jitter", [0.0, 0.003])
 def test_typical_magnitudes_of_outlier_channels_are_refused(variation, jitter):
     """The forger knows which four channels hold the largest values, their signs and means, but not this chunk."""
     rng, width = np.random.default_rng(7), 2048
-    for _ in range(10):
+    for _ in range(3):
         hidden = rng.standard_normal((CHUNK_TOKENS, width)).astype(np.float32)
         mean = rng.uniform(10, 40, 4) * rng.choice([-1, 1], 4)
         hidden[:, [5, 77, 900, 2000]] = mean * (1 + variation * rng.standard_normal((CHUNK_TOKENS, 4)))
@@ -295,11 +270,11 @@ def test_a_modulus_outside_the_field_is_refused_at_every_width():
 
 
 def test_mutated_proofs_are_refused_and_never_raise():
-    """20,000 mutations: bits, cuts, splices and noise; in float32 none is accepted."""
+    """Bits, cuts, splices and noise; in float32 none is accepted."""
     rng, accepted = np.random.default_rng(0), 0
     hidden = [[states(seed, tokens, 64)] for seed, tokens in ((0, 1), (1, 5), (2, 33), (3, 40))]
     proofs = [prove(h) for h in hidden]
-    for attempt in range(20_000):
+    for attempt in range(2_000):
         place = attempt % len(proofs)
         mutant = mutated(proofs[place], rng)
         accepted += mutant != proofs[place] and passes(hidden[place], mutant)

@@ -23,7 +23,7 @@ from shoal.engine.native import LocalEngine
 from shoal.env import Env
 from shoal.envs.builtin.arithmetic import environment as arithmetic
 from shoal.envs.builtin.wordle import environment as wordle
-from shoal.envs.play import play_block
+from shoal.envs.play_episodes import play_block
 from shoal.envs.replay import replay_group
 from shoal.models.checkpoint import load_policy, save_policy
 from shoal.models.random_model import make_tiny
@@ -42,7 +42,7 @@ from shoal.protocol.messages import (
     Slot,
     Submission,
 )
-from shoal.verification.context import Tools, score_requests
+from shoal.verification.check_context import Tools, score_requests
 from shoal.verification.encode_submission import prove_activations
 from shoal.verification.verify import verify_submission
 

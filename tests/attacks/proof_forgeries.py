@@ -7,11 +7,10 @@ lease, the tokens, the code, and for the typical ones the policy's states at oth
 import msgspec
 import numpy as np
 
-from shoal.algos.field_polynomials import PRIME
-from shoal.algos.toploc import prove
+from shoal.algos.toploc import PRIME, prove
 from shoal.protocol.encoding import from_msgpack, to_msgpack
 from shoal.protocol.messages import Submission
-from shoal.verification.context import score_requests
+from shoal.verification.check_context import score_requests
 from shoal.verification.encode_submission import prove_activations
 from tests.attacks.attack_fixture import World, load_engine
 

@@ -8,11 +8,11 @@ import numpy as np
 from shoal.algos.sampling_evidence import largest_sum, most_flipped
 from shoal.engine.dishonest import Cheat, Fabricate, OtherSeed
 from shoal.engine.interface import Continuation, Engine, EngineRequest
-from shoal.envs.play import EpisodeAttempt, play
+from shoal.envs.play_episodes import EpisodeAttempt, play
 from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import ENVIRONMENT, POLICY, Group, Rollout
 from shoal.protocol.seed_chain import sample_seed
-from shoal.verification.audit_checks import FAR
+from shoal.verification.checks_with_model import FAR
 from tests.attacks.attack import Attack, OtherEngine, prefilled, with_rollouts
 from tests.attacks.attack_fixture import World, altered, halve, lease_of, load_engine, round_to_int4
 

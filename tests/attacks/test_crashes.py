@@ -8,10 +8,10 @@ import pytest
 
 from shoal.env import Env, Step
 from shoal.envs.builtin.arithmetic import environment as arithmetic
-from shoal.envs.rollout import Conversation
-from shoal.ledger.group_signal import teaches
+from shoal.envs.rollout_rules import Conversation
+from shoal.ledger.group_advantages import teaches
 from shoal.protocol.algorithm_config import Grpo
-from shoal.protocol.audit_selection import influence
+from shoal.protocol.audit_and_pay import influence
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import Check
 from shoal.verification.verify import verify_submission

@@ -17,7 +17,7 @@ from shoal.verification.encode_submission import largest_submission_bytes
 from tests.attacks.attack_fixture import RULES, World, lease_of, make_policy
 
 FUZZ = settings(
-    max_examples=500,
+    max_examples=200,
     deadline=None,
     derandomize=True,
     database=None,
@@ -53,28 +53,6 @@ def judged(world: World, body: bytes) -> set[str]:
         assert len(verdict.detail) < 300 and verdict.detail.isprintable()
         assert msgspec.json.decode(msgspec.json.encode(verdict), type=type(verdict)) == verdict
     return {verdict.outcome for verdict in verdicts}
-
-
-@FUZZ
-@given(data=st.data())
-def test_bytes_flipped_cut_and_spliced_always_give_a_verdict(world, data):
-    body = bytearray(_honest_body(world))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(body) - 1))
-        kind = data.draw(st.sampled_from(["flip", "cut", "insert", "copy", "zero"]))
-        if kind == "flip":
-            body[at] ^= data.draw(st.integers(1, 255))
-        elif kind == "cut":
-            del body[at : at + data.draw(st.integers(1, 64))]
-        elif kind == "insert":
-            body[at:at] = data.draw(st.binary(max_size=16))
-        elif kind == "copy":
-            body[at:at] = body[: data.draw(st.integers(0, 64))]
-        else:
-            body[at : at + 8] = bytes(8)
-        if not body:
-            break
-    judged(world, bytes(body))
 
 
 @FUZZ
@@ -141,10 +119,6 @@ def _edited(values, value):
 
 def _pack(dtype, values):
     return np.array(values, dtype=dtype).tobytes()
-
-
-def _honest_body(world):
-    return world.encode(world.honest_groups)
 
 
 def _hollow(largest: int) -> list[bytes]:

@@ -25,15 +25,15 @@ from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import Grpo
 from shoal.protocol.encoding import digest, from_json, from_msgpack, to_json, to_msgpack
 from shoal.protocol.rollout_validation import most_bytes
-from shoal.protocol.signing import RequestLine, sign_request, verify_signature
-from shoal.roles.coordinator.calls import application
+from shoal.protocol.signing import RequestLine, SenderState, sign_request, verify_signature
+from shoal.roles.coordinator.routes import application
 from shoal.train.rows import rows_of_group
-from shoal.verification.audit_checks import AUDIT
+from shoal.verification.checks_with_model import AUDIT
+from shoal.verification.checks_without_model import MODEL_FREE
 from shoal.verification.encode_submission import largest_submission_bytes
-from shoal.verification.model_free import MODEL_FREE
 from tests.attacks.attack_fixture import RULES, World, lease_of, load_engine, make_policy
 from tests.attacks.fuzz import KINDS, Specimens, mutated
-from tests.roles.in_memory_run import URL, Town, tiny_run
+from tests.roles.testbed import URL, RunTestbed, tiny_run
 
 SLOTS = [[(0, "wordle", 3), (1, "arithmetic", 4), (2, "wordle", 3)]]
 """Slots 0 and 2 hold the same task under different seeds."""
@@ -206,7 +206,7 @@ def fuzz(fuzzer: Fuzzer, num: int) -> None:
 @pytest.mark.parametrize("proofs", ["none", "toploc"])
 def test_mutated_submissions_are_judged_and_pass_only_as_honest(tmp_path, proofs):
     fuzzer = Fuzzer(make_world(tmp_path, proofs), proofs)
-    fuzz(fuzzer, 1_500)
+    fuzz(fuzzer, 700)
     reached = {check.name for check in (*MODEL_FREE, *AUDIT)} - {"reward"}  # which no submission can cause
     assert fuzzer.checks == {ACCEPTED, *(reached - {"activations"} if proofs == "none" else reached)}
 
@@ -229,26 +229,33 @@ class Sender:
     Its clock advances by itself, so that the gate never limits its rate; another test covers that.
     """
 
-    town: Town
+    testbed: RunTestbed
     now: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        desk, trainer = self.town.desk, load_or_make_key(self.town.folder.keys / "trainer.key").public
-        self.key = load_or_make_key(self.town.folder.root / "stranger.key")
-        desk.clock = self.clock
-        self.app = application(desk)
-        desk.book.write(JoinRun(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), self.now), self.now)
-        desk.book.write(Publish(trainer, 0, digest(b"root"), digest(b"manifest"), {}, self.now), self.now)
-        desk.book.write(JoinRun(self.key.public, t.Join("worker", "w", 0.0, "x", "float32", "cpu"), self.now), self.now)
+        coordinator, trainer = (
+            self.testbed.coordinator,
+            load_or_make_key(self.testbed.folder.keys / "trainer.key").public,
+        )
+        self.key = load_or_make_key(self.testbed.folder.root / "stranger.key")
+        coordinator.clock = self.clock
+        self.app = application(coordinator)
+        coordinator.log_writer.write(
+            JoinRun(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), self.now), self.now
+        )
+        coordinator.log_writer.write(Publish(trainer, 0, digest(b"root"), digest(b"manifest"), {}, self.now), self.now)
+        coordinator.log_writer.write(
+            JoinRun(self.key.public, t.Join("worker", "w", 0.0, "x", "float32", "cpu"), self.now), self.now
+        )
 
     def clock(self) -> float:
         self.now += 0.01
         return self.now
 
     def take_lease(self) -> t.Lease:
-        desk = self.town.desk
-        desk.book.write(AskLease(self.key.public, (), 0.0, self.now), self.now)
-        return desk.wire_lease(desk.state.open_leases_of(self.key.public)[0])
+        coordinator = self.testbed.coordinator
+        coordinator.log_writer.write(AskLease(self.key.public, (), 0.0, self.now), self.now)
+        return coordinator.wire_lease(coordinator.state.open_leases_of(self.key.public)[0])
 
     async def put(self, http: httpx.AsyncClient, lease: str, body: bytes) -> httpx.Response:
         path = f"/v1/leases/{lease}/submission"
@@ -258,7 +265,7 @@ class Sender:
             digest(body),
             created=int(self.now),
             nonce="0123456789abcdef",
-            run=self.town.desk.state.run,
+            sender=SenderState(self.testbed.coordinator.state.run),
         )
         return await http.put(URL + path, content=body, headers=signed)
 
@@ -268,35 +275,37 @@ class Sender:
         slots = [slot for block in lease.blocks for slot in block.slots]
         groups = tuple(to_msgpack(t.Group(slot.slot, slot.task, slot.env, (rollout,) * 2)) for slot in slots)
         facts = t.EngineFacts("x", "float32", "cpu")
-        honest = t.Submission(self.town.desk.state.run, lease.id, lease.version, groups, (), facts)
+        honest = t.Submission(self.testbed.coordinator.state.run, lease.id, lease.version, groups, (), facts)
         others = (msgspec.structs.replace(honest, lease="77"), msgspec.structs.replace(honest, run="another"))
         return Specimens(to_msgpack(honest), tuple(to_msgpack(other) for other in others))
 
     def is_due(self, body: bytes, lease: t.Lease) -> bool:
         """Whether a body is a submission for this lease, no larger than it needs, with a group for each slot, none larger
         than that needs, and of the engine that joined."""
-        if len(body) > largest_submission_bytes(lease, self.town.desk.state.rules):
+        if len(body) > largest_submission_bytes(lease, self.testbed.coordinator.state.rules):
             return False
         try:
             said = msgspec.msgpack.decode(body, type=t.Submission)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
         due = sum(len(block.slots) for block in lease.blocks)
-        if any(len(group) > most_bytes(self.town.desk.state.rules, lease.sampling, 0) for group in said.groups):
+        if any(
+            len(group) > most_bytes(self.testbed.coordinator.state.rules, lease.sampling, 0) for group in said.groups
+        ):
             return False
         return (said.run, said.lease, said.version, len(said.groups), said.engine) == (
-            self.town.desk.state.run, lease.id, lease.version, due, t.EngineFacts("x", "float32", "cpu")
+            self.testbed.coordinator.state.run, lease.id, lease.version, due, t.EngineFacts("x", "float32", "cpu")
         )  # fmt: skip
 
     def kept(self) -> tuple[int, int]:
         """Events of the log, and bytes on the disk."""
-        return self.town.desk.state.seq, self.town.desk.blobs.size_bytes
+        return self.testbed.coordinator.state.seq, self.testbed.coordinator.blobs.size_bytes
 
 
 async def send_mutations(sender: Sender, num: int) -> Counter[tuple[str, int]]:
     """Send `num` bodies to open leases, and after each that is accepted one more to the same lease."""
     statuses: Counter[tuple[str, int]] = Counter()
-    desk, lease = sender.town.desk, sender.take_lease()
+    coordinator, lease = sender.testbed.coordinator, sender.take_lease()
     transport = httpx.ASGITransport(sender.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport) as http:
         for number in range(num):
@@ -321,18 +330,18 @@ async def send_mutations(sender: Sender, num: int) -> Counter[tuple[str, int]]:
                 assert answer.status_code == 409, "a filled lease is refused before the body is read"
                 assert sender.kept() == before
             lease = sender.take_lease()
-    assert sender.town.audit().findings == []
-    assert desk.state.members[sender.key.public].refused == 0
+    assert sender.testbed.audit().findings == []
+    assert coordinator.state.members[sender.key.public].refused == 0
     return statuses
 
 
 def is_kept_and_signed(sender: Sender, body: bytes, lease: t.Lease, receipt: t.Receipt) -> None:
     """The receipt names the body and the event that booked it, under the run's signature; the bytes are there."""
-    state, name = sender.town.desk.state, digest(body)
+    state, name = sender.testbed.coordinator.state, digest(body)
     assert (receipt.run, receipt.lease, receipt.digest) == (state.run, lease.id, name)
     unsigned = msgspec.structs.replace(receipt, signature="")
     assert verify_signature(state.run_key, "receipt", to_json(unsigned), receipt.signature)
-    assert sender.town.desk.blobs.get(name) == body
+    assert sender.testbed.coordinator.blobs.get(name) == body
     groups = msgspec.msgpack.decode(body, type=t.Submission).groups
     assert state.submissions[name].groups == tuple(digest(group) for group in groups)
     assert state.leases[lease.id].submission == name
@@ -341,7 +350,7 @@ def is_kept_and_signed(sender: Sender, body: bytes, lease: t.Lease, receipt: t.R
 def sender_in(directory: Any) -> Sender:
     """A run with room for another lease after each accepted body."""
     rollouts = {"group_size": 2, "block_rollouts": 6, "batch_groups": 6_000, "max_staleness": 0, "lease_s": 3600.0}
-    return Sender(Town(directory / "run", tiny_run(rollouts=rollouts)))
+    return Sender(RunTestbed(directory / "run", tiny_run(rollouts=rollouts)))
 
 
 def test_the_coordinator_takes_what_fills_the_lease_and_keeps_nothing_else(tmp_path):
@@ -360,18 +369,20 @@ def test_the_coordinator_answers_2_000_mutated_bodies_alike(tmp_path):
 def test_a_million_empty_groups_cost_the_coordinator_almost_nothing(tmp_path):
     """Each group would be hashed and drawn for, and a body of 64 MiB can hold 33 million of them."""
     rollouts = {"group_size": 512, "block_rollouts": 1024}
-    sender = Sender(Town(tmp_path / "run", tiny_run(rollouts=rollouts, sampling={"max_tokens": 512})))
+    sender = Sender(RunTestbed(tmp_path / "run", tiny_run(rollouts=rollouts, sampling={"max_tokens": 512})))
     lease = sender.take_lease()
-    crowd = t.Submission(sender.town.desk.state.run, lease.id, 0, (b"",) * 1_000_000, (), t.EngineFacts("", "", ""))
+    crowd = t.Submission(
+        sender.testbed.coordinator.state.run, lease.id, 0, (b"",) * 1_000_000, (), t.EngineFacts("", "", "")
+    )
     bodies = [to_msgpack(crowd), to_msgpack(msgspec.structs.replace(crowd, groups=(b"",) * 4_000_000))]
     before = sender.kept()
 
-    async def story():
+    async def scenario():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(sender.app)) as http:
             return [await sender.put(http, lease.id, body) for body in bodies]
 
     started = time.process_time()
-    answers = asyncio.run(story())
+    answers = asyncio.run(scenario())
     assert time.process_time() - started < 1.0
     assert [answer.status_code for answer in answers] == [400, 400]
     reasons = [from_json(answer.content, t.Refusal).error for answer in answers]

@@ -30,8 +30,7 @@ def test_forgery_is_refused_by_its_check_in_every_group(world, forgery: type[For
         assert np.isfinite([verdict.figure, verdict.bound]).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("sharpen", [1.0, 40.0])
+@pytest.mark.parametrize(("threads", "sharpen"), [(1, 1.0), (2, 40.0)])
 def test_honest_proofs_pass_whatever_the_threads(tmp_path, threads, sharpen):
     policy = make_policy(tmp_path / "policy", seed=3, sharpen=sharpen)
     world = World(honest=policy, other=policy, stale=policy, rules=ASKING)
@@ -44,15 +43,3 @@ def test_proofs_take_at_most_8_1_bytes_a_token(world):
     proofs = honest_proofs(world)
     tokens = sum(rollout.num_policy_tokens() for group in world.honest_groups for rollout in group.rollouts)
     assert sum(map(len, proofs)) / tokens < 8.1
-
-
-def test_mutated_proofs_of_a_submission_always_give_a_verdict(world):
-    rng, honest = np.random.default_rng(0), honest_proofs(world)
-    for _ in range(20):
-        proofs = []
-        for proof in honest:
-            mutant = bytearray(proof)
-            mutant[int(rng.integers(len(proof)))] ^= int(rng.integers(1, 256))
-            proofs.append(bytes(mutant[: len(mutant) - int(rng.integers(2))]))
-        for verdict in world.judge(with_proofs(world, tuple(proofs))):
-            assert verdict.check == "activations" and verdict.outcome in ("soft", "hard")

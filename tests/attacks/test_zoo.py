@@ -88,7 +88,7 @@ SLOTS = [(slot, ("wordle", "arithmetic")[slot % 2], 3 + slot // 2) for slot in r
 
 @pytest.mark.parametrize(
     ("sharpen", "block_groups", "threads"),
-    [(1.0, 16, 1), (40.0, 1, 1), (40.0, 4, 1), (40.0, 16, 1), (40.0, 16, 2), (200.0, 16, 2), (200.0, 4, 1)],
+    [(1.0, 16, 1), (40.0, 1, 1), (200.0, 4, 1), (200.0, 16, 2)],
 )
 def test_honest_work_passes_whatever_the_batch_and_the_threads(tmp_path, sharpen, block_groups, threads):
     policy = make_policy(tmp_path / "policy", seed=0, sharpen=sharpen)

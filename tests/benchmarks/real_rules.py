@@ -20,10 +20,10 @@ from benchmarks.market.market import (
 from benchmarks.market.terms import ALL, ONE, Draws, Sight, Strategy, Terms
 from benchmarks.market.verdicts import Sent, case_of, recheck_rate, verdict_of
 from shoal.ledger.commands import AskLease, JoinRun, LeaveRun, Publish, Submit, SubmitVerdict, Tick
+from shoal.ledger.event_types import apply, decide, make_entry
 from shoal.ledger.pay import Forfeited, Slash
-from shoal.ledger.registry import apply, decide, make_entry
-from shoal.ledger.run import Create, RunCreated
 from shoal.ledger.run_decisions import consequent_events
+from shoal.ledger.run_events import Create, RunCreated
 from shoal.ledger.state import State
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.encoding import digest

@@ -19,7 +19,7 @@ def test_the_bound_is_what_all_links_carry_together_or_one_copy_of_the_origin():
     assert bound_s(size, rate, clients=1, relays=0, sharing=False) == 40
 
 
-STORY = """
+SCENARIO = """
 import asyncio, time
 from benchmarks.swarm.links import enter_namespace, shaped
 from benchmarks.swarm.processes import free_port
@@ -56,10 +56,10 @@ asyncio.run(asyncio.wait_for(story(), 30))
 
 
 def test_the_kernel_shapes_what_leaves_a_port_in_a_namespace(tmp_path):
-    story = tmp_path / "story.py"
-    story.write_text(STORY)
+    scenario = tmp_path / "story.py"
+    scenario.write_text(SCENARIO)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    told = subprocess.run([sys.executable, str(story)], capture_output=True, text=True, timeout=60, env=env)
+    told = subprocess.run([sys.executable, str(scenario)], capture_output=True, text=True, timeout=60, env=env)
     if "no network namespace" in told.stderr:
         pytest.skip(told.stderr.strip())
     assert told.returncode == 0, told.stderr

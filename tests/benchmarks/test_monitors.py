@@ -10,7 +10,7 @@ from benchmarks.faults.runs import ROOT, SMALL, SUMS, Faults, evaluated, honest,
 from benchmarks.monitors import EXPECTED, Expected, judged
 from shoal.config import load_run
 from shoal.config.alarm_limits import CAUSES
-from shoal.metrics import read_metrics
+from shoal.step_metrics import read_metrics
 from tests.monitors.series import honest_digests, honest_lines
 from tests.monitors.test_monitors import causes
 

@@ -8,7 +8,6 @@ import datetime
 import itertools
 import json
 import random
-import re
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -26,24 +25,23 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils import chat_template_utils
 
-from shoal.chat.isolated import ContainedRenderer
 from shoal.chat.messages import Written
 from shoal.chat.renderer import Renderer, opening_key
 from shoal.chat.template_capabilities import MARK
-from shoal.env import Env, Step
-from shoal.envs.play import play_scripted
+from shoal.env import Step
+from shoal.envs.play_episodes import play_scripted
 from shoal.envs.replay import replay_group
-from shoal.envs.rollout import Conversation
+from shoal.envs.rollout_rules import Conversation
 from shoal.errors import Overreach, ShoalError, StateError
-from shoal.jobs.preferences import read_pairs
-from shoal.models.auto_tokenizer import open_tokenizer
 from shoal.models.checkpoint import WeightSnapshot, save_policy
-from shoal.models.config import ModelConfig
 from shoal.models.hf_model import _files_of
 from shoal.models.open_model import OURS, kind_of
-from shoal.models.tokenizer_class import BUILD, FILE, class_of
+from shoal.models.tokenizer_loader import open_tokenizer
 from shoal.models.transformer import Transformer
+from shoal.models.transformer_config import TransformerConfig
+from shoal.models.transformers_tokenizers import BUILD, FILE, class_of
 from shoal.protocol.messages import Sampling
+from tests.envs.plain import Plain
 from tests.models.odd_checkpoints import (
     AT_LAST,
     CALLS,
@@ -108,6 +106,19 @@ def checkpoint(*names: str, template: str = "", change: Change = lambda files: N
         yield Path(directory)
 
 
+@contextlib.contextmanager
+def both(*names: str, template: str = "", change: Change = lambda files: None) -> Iterator[tuple[Any, Renderer]]:
+    """What transformers and our renderer make of a checkpoint."""
+    with checkpoint(*names, template=template, change=change) as directory:
+        yield AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+
+
+@contextlib.contextmanager
+def rendering(*names: str, template: str = "", change: Change = lambda files: None) -> Iterator[Renderer]:
+    with checkpoint(*names, template=template, change=change) as directory:
+        yield Renderer.from_directory(directory)
+
+
 def ids_of(peer: Any, messages: list[dict[str, Any]], **arguments: Any) -> list[int]:
     ids: list[int] = peer.apply_chat_template(messages, add_generation_prompt=True, **arguments)["input_ids"]
     return ids
@@ -164,8 +175,7 @@ def test_openings_replies_and_texts_are_those_of_transformers(part: int) -> None
     ],
 )
 def test_a_turn_is_never_lost(head: str, turn: str) -> None:
-    with checkpoint(template=f"{head}{{% for m in messages %}}{turn}{{% endfor %}}") as directory:
-        renderer = Renderer.from_directory(directory)
+    with rendering(template=f"{head}{{% for m in messages %}}{turn}{{% endfor %}}") as renderer:
         for said in ("Four", {"role": "assistant", "content": "Four"}):
             ids = renderer.written(said)
             text = renderer.decode(ids)
@@ -189,8 +199,7 @@ def thinking_template(opening: str, thought: str = THOUGHT) -> str:
 @pytest.mark.parametrize("opening", ["", OPENED, CLOSED])
 @pytest.mark.parametrize("thought", [THOUGHT, THOUGHT.replace("<think>\n", "<think>")])
 def test_a_turn_begins_where_its_prompt_ends_or_before_the_thought_there(opening: str, thought: str) -> None:
-    with checkpoint(template=thinking_template(opening, thought)) as directory:
-        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+    with both(template=thinking_template(opening, thought)) as (peer, renderer):
         for said, shown in ANSWERS:
             for hm in ("", "hm"):
                 message = {"role": "assistant", **said, "reasoning_content": hm}
@@ -204,19 +213,8 @@ def test_a_turn_begins_where_its_prompt_ends_or_before_the_thought_there(opening
                 assert peer.decode(renderer.written(message)) == f"{body}{shown}{END}"
 
 
-@pytest.mark.parametrize("head", ["{{ messages | length }}\n", "{% if messages | length < 2 %}one{% endif %}"])
-def test_an_answer_whose_prompt_is_shown_in_another_way_goes_on_where_that_ends(head: str) -> None:
-    with checkpoint(template=head + talk_template()) as directory:
-        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
-        assert renderer.written({"role": "assistant", "content": "4"}) == renderer.written("4")
-        answer = {"role": "assistant", "content": "", "tool_calls": CALL}
-        told = peer.apply_chat_template([USER, answer], tokenize=False)
-        assert told.endswith(f"assistant\n{peer.decode(renderer.written(answer, before=[USER]))}\n")
-
-
 def test_an_answer_that_does_not_continue_its_prompt_is_refused_by_name() -> None:
-    with checkpoint(template=talk_template().replace("<|im_start|>assistant", "<|im_start|>bot")) as directory:
-        renderer = Renderer.from_directory(directory)
+    with rendering(template=talk_template().replace("<|im_start|>assistant", "<|im_start|>bot")) as renderer:
         assert renderer.written({"role": "assistant", "content": "4"}) == renderer.written("4")
         with pytest.raises(StateError, match="not show this answer as a continuation of its prompt"):
             renderer.written({"role": "assistant", "content": "", "tool_calls": CALL})
@@ -267,6 +265,7 @@ SHOWN: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": _parts("count ", " 1")}],
     [{"role": "system", "content": "Be kind."}, {"role": "user", "content": _parts("count 1")}],
     [{"role": "system", "content": _parts("Be ", " kind.")}, {"role": "user", "content": "count 1"}],
+    [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " "}],
     *(
         [
             {"role": "system", "content": "Be kind."}, {"role": "user", "content": "count 1"},
@@ -287,8 +286,7 @@ SAID: list[dict[str, Any]] = [
 def test_keys_and_parts_of_messages_are_shown_as_transformers_shows_them(shape: str) -> None:
     template, opening = SHAPES[shape]
     equal = 0
-    with checkpoint(template=template, change=lambda files: files.config.update(bos_token=TEXT_END)) as directory:
-        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+    with both(template=template, change=lambda files: files.config.update(bos_token=TEXT_END)) as (peer, renderer):
         for talk in SHOWN:
             theirs = _shown_by(peer, talk, add_generation_prompt=True)
             if theirs:
@@ -308,8 +306,7 @@ def test_a_mark_is_not_forged_by_arguments_of_calls_or_of_the_template() -> None
     shows_tools = "{% for t in tools or [] %}{{ t.function.description }}\n{% endfor %}" + talk_template()
     call = {"id": "abc", "function": {"name": "add", "arguments": '{"a": "' + f"{MARK}.0r;" + '"}'}}
     escaped = {**call, "function": {"name": "add", "arguments": json.dumps({"a": f"{MARK}.0r;"})}}
-    with checkpoint(template=shows_tools) as directory:
-        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+    with both(template=shows_tools) as (peer, renderer):
         for one in (call, escaped):
             opening = [
                 USER,
@@ -322,20 +319,6 @@ def test_a_mark_is_not_forged_by_arguments_of_calls_or_of_the_template() -> None
         tool = {"type": "function", "function": {"name": "add", "description": f"A {MARK}.0r; B", "parameters": {}}}
         segments = renderer.history([USER, Written(0), USER], {"tools": [tool]})
         assert USER["content"] in peer.decode(segments[0].token_ids)
-
-
-@pytest.mark.parametrize("last", ["", " ", "a", _parts("a", "b")])
-def test_the_white_space_before_an_answer_does_not_depend_on_the_last_words(last: Any) -> None:
-    shown = "m.content if m.content is string else m.content | map(attribute='text') | join('-')"
-    template = LATE_SYSTEM.replace(" + m.content + ", f" + ({shown}) + ")
-    talk = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": last}]
-    with checkpoint(template=template) as directory:
-        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
-        for said in ({"content": "3"}, {"content": "", "tool_calls": CALL}):
-            answer = {"role": "assistant", **said}
-            told = peer.apply_chat_template([*talk, answer], tokenize=False)
-            assert told.endswith(f"[/INST]{peer.decode(renderer.written(answer, before=talk))}")
-        assert peer.decode(renderer.written("3", before=talk)) == f" 3{END}"
 
 
 def test_an_answer_in_parts_is_whole_or_refused_by_name() -> None:
@@ -355,8 +338,7 @@ def test_an_answer_in_parts_is_whole_or_refused_by_name() -> None:
     strict = numbered.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1].role == "
                               "'assistant' %}{{ raise_exception('no') }}{% elif add_generation_prompt %}")  # fmt: skip
     for template in (strict, 'Tools look like {"type": "function"}\n' + numbered):
-        with checkpoint(template=template) as directory:
-            renderer = Renderer.from_directory(directory)
+        with rendering(template=template) as renderer:
             answer = {"role": "assistant", "content": _parts("3", "4")}
             assert renderer.decode(renderer.written(answer)) == "1:3;2:4;"
 
@@ -382,8 +364,7 @@ def _texts_of(message: dict[str, Any]) -> list[str]:
 
 
 def test_a_mark_is_not_forged_by_parts_that_a_template_joins() -> None:
-    with checkpoint(template=SHAPES["parts alone"][0]) as directory:
-        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+    with both(template=SHAPES["parts alone"][0]) as (peer, renderer):
         for mark in (MARK, f"{MARK}.0v;"):
             for parts in (_parts(mark), _parts(mark[:3], mark[3:])):
                 reply = [{"role": "user", "content": parts}]
@@ -409,8 +390,7 @@ def test_a_template_that_changes_the_words_of_a_turn_is_refused_by_name(words: s
 @pytest.mark.parametrize("kind", ["qwen class", "sentencepiece", "unigram"])
 def test_a_turn_that_takes_a_token_of_the_prompt_repeats_nothing_and_adds_no_space(kind: str) -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    with checkpoint(kind, template=template + "{{ 'assistant: ' if add_generation_prompt }}") as directory:
-        renderer = Renderer.from_directory(directory)
+    with rendering(kind, template=template + "{{ 'assistant: ' if add_generation_prompt }}") as renderer:
         words = [word for text in TEXTS for word in text.split() if word.isascii() and word.isalpha()]
         merged = [word for word in words if renderer.encode(f": {word}")[:2] != renderer.encode(": ")]
         assert merged, "these words begin with the prompt's space"
@@ -432,10 +412,9 @@ def test_a_turn_loses_no_word_that_has_one_token_with_the_end_of_its_prompt() ->
         assert Renderer.from_directory(directory).written("king queen") == [3, 4, 1]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"no config", "wordpiece"}))
+@pytest.mark.parametrize("kind", ["qwen class", "sentencepiece", "mistral", "unigram"])
 def test_a_thought_is_closed_without_more_white_space_than_the_template_writes(kind: str) -> None:
-    with checkpoint(kind, template=thinking_template(OPENED)) as directory:
-        renderer = Renderer.from_directory(directory)
+    with rendering(kind, template=thinking_template(OPENED)) as renderer:
         text = renderer._decode_whole([*renderer.start([USER]), *renderer.written("king")])
         assert text.endswith(f"{OPENED}\n</think>\n\nking{END}")
 
@@ -456,38 +435,12 @@ def _ends_by(ends: tuple[str, ...], files: Files) -> None:
 @pytest.mark.parametrize("ends", [(TEXT_END,), (TEXT_END, END)])
 def test_the_last_turn_of_a_template_that_leaves_it_open_ends_as_earlier_ones_do(ends: tuple[str, ...]) -> None:
     """As Qwen1.5's first template does, whose eos is another."""
-    with checkpoint(template=LEFT_OPEN, change=partial(_ends_by, ends)) as directory:
-        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+    with both(template=LEFT_OPEN, change=partial(_ends_by, ends)) as (peer, renderer):
         assert renderer.stop_ids == {peer.convert_tokens_to_ids(end) for end in (TEXT_END, END)}
         history = [USER, {"role": "assistant", "content": "4"}, {"role": "user", "content": "more"}]
         for answer in ("4", history[1]):
             told = [*renderer.start([USER]), *renderer.written(answer), *renderer.reply("more")]
             assert told == ids_of(peer, history)
-
-
-def test_a_turn_that_ends_otherwise_at_last_is_written_so() -> None:
-    end = "{{ '<|tool|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}"
-    template = CHATML.replace("<|im_end|>", end)
-    with checkpoint("additional_special_tokens", template=template, change=partial(_ends_by, (TEXT_END,))) as directory:
-        renderer = Renderer.from_directory(directory)
-        for answer in ("4", {"role": "assistant", "content": "4"}):
-            assert renderer._decode_whole(renderer.written(answer)) == "4<|tool|>"
-
-
-@pytest.mark.parametrize("name", ["upper", "trim", "tojson"])
-def test_a_system_message_is_shown_as_the_template_shows_it(name: str) -> None:
-    shown = "{{ m.content if m.role != 'system' else m.content | " + name + " }}"
-    with checkpoint(template=CHATML.replace("{{ m.content }}", shown)) as directory:
-        messages = [{"role": "system", "content": "be the king"}, USER]
-        assert Renderer.from_directory(directory).start(messages) == ids_of(
-            AutoTokenizer.from_pretrained(directory), messages
-        )
-
-
-def test_enough_combinations_are_compared_and_few_are_refused() -> None:
-    assert len(EQUAL) == len(set(EQUAL)) >= 300
-    assert {name for names in EQUAL for name in names} == KINDS.keys() | TOKENS.keys() | TEMPLATES.keys()
-    assert len(REFUSED) == len(SAYS) == 7
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -499,21 +452,10 @@ def test_what_cannot_be_read_as_transformers_does_is_refused_by_name(name: str) 
             assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["truncation and padding", "llama class", "special_tokens_map", "added_tokens.json", "tool_use"]
-)
-def test_a_contained_renderer_reads_the_same_files(name: str) -> None:
-    with checkpoint(name) as directory:
-        here, apart = Renderer.from_directory(directory), ContainedRenderer(directory)
-        for tools in ({}, {"tools": [ADD]}):
-            assert here.open(TALKS[2], tools) == apart.open(TALKS[2], tools)
-        assert here.reply(TEXTS[1]) == apart.reply(TEXTS[1])
-
-
 @pytest.mark.parametrize("name", HISTORIES)
-@pytest.mark.parametrize("tools", [False, True])
-@pytest.mark.parametrize("calls", [False, True])
-@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(
+    ("tools", "calls", "thinks"), [(False, False, False), (True, True, False), (False, False, True), (True, True, True)]
+)
 def test_a_history_is_what_the_template_shows_of_it(name: str, tools: bool, calls: bool, thinks: bool) -> None:
     opens = HISTORIES[name].endswith("<think>\n{% endif %}")
     call = {"id": "abc", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -535,8 +477,7 @@ def test_a_history_is_what_the_template_shows_of_it(name: str, tools: bool, call
         parts[turn, "visible"] = (
             f'<tool_call>{{"name": "add", "arguments": {{"a": 1}}}}</tool_call>{END}' if called else f"said {turn}{END}"
         )
-    with checkpoint(template=HISTORIES[name]) as directory:
-        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+    with both(template=HISTORIES[name]) as (peer, renderer):
         segments = renderer.history(items, {"tools": [ADD]} if tools else {})
         ours = "".join(peer.decode(s.token_ids) if s.turn < 0 else parts[s.turn, s.part] for s in segments)
         theirs = peer.apply_chat_template(
@@ -560,14 +501,15 @@ REPEATED = "{% for q in messages %}{% if q.role == 'assistant' %}earlier: {{ q.c
 
 
 @pytest.mark.parametrize(
-    "after",
-    ["{% if loop.index0 == ns.last %}" + REPEATED + "{% endif %}", "{% if loop.last %}#" + REPEATED + "{% endif %}"],
+    ("thinks", "after"),
+    [
+        (True, "{% if loop.index0 == ns.last %}" + REPEATED + "{% endif %}"),
+        (False, "{% if loop.last %}#" + REPEATED + "{% endif %}"),
+    ],
 )
-@pytest.mark.parametrize("thinks", [False, True])
-def test_a_template_that_repeats_a_turn_later_is_refused_by_name(after: str, thinks: bool) -> None:
+def test_a_template_that_repeats_a_turn_later_is_refused_by_name(thinks: bool, after: str) -> None:
     items: list[Any] = [USER, Written(0, thinks), USER, Written(1, thinks), USER]
-    with checkpoint(template=COUNT + talk_template(after + THOUGHT)) as directory:
-        renderer = Renderer.from_directory(directory)
+    with rendering(template=COUNT + talk_template(after + THOUGHT)) as renderer:
         with pytest.raises(StateError, match="again elsewhere"):
             renderer.reply("higher")
         with pytest.raises(StateError, match="turn 0 again elsewhere"):
@@ -582,16 +524,12 @@ LEADING = (
 
 
 @pytest.mark.parametrize("reminds", [True, False])
-@pytest.mark.parametrize("kind", ["qwen class", "sentencepiece"])
 @pytest.mark.parametrize(
     ("lead", "prompt"), [(" ", ""), ("<a>", ""), ("AI: ", ""), ("<a>\n\n", "<a>\n"), ("<a>", "<a>")]
 )
-def test_a_history_has_once_what_the_policy_wrote_before_its_words(
-    lead: str, prompt: str, kind: str, reminds: bool
-) -> None:
+def test_a_history_has_once_what_the_policy_wrote_before_its_words(lead: str, prompt: str, reminds: bool) -> None:
     template = LEADING.replace("LEAD", lead).replace("OPEN", prompt).replace("REM ", "REM " if reminds else "")
-    with checkpoint(kind, template=template) as directory:
-        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+    with both("sentencepiece", template=template) as (peer, renderer):
         said = {"role": "assistant", "content": "42"}
         turn = renderer.written(said)
         segments = renderer.history([USER, Written(0), USER, Written(1), USER])
@@ -623,26 +561,17 @@ def test_a_limit_of_this_machine_is_no_refusal_of_an_opening(monkeypatch: pytest
             renderer.go_on("more", None, opening_key(opening))
 
 
-class Asking(Env):
+class Asking(Plain):
     """Asks again in each reply."""
-
-    name = "asking"
-    num_tasks = 1
 
     def __init__(self, opening: list[dict[str, Any]], history: str, *replies: str) -> None:
         self._opening, self.history, self._replies = opening, history, replies
 
-    def task(self, index: int, heldout: bool = False) -> int:
-        return 0
-
-    def reset(self, task: int) -> tuple[int, list[dict[str, Any]]]:
+    def reset(self, task: int) -> tuple[int, list[dict[str, Any]]]:  # type: ignore[override]
         return 0, self._opening
 
     def step(self, state: int, action: str) -> Step:
         return Step(state + 1, (*self._replies, "end")[state], state >= len(self._replies))
-
-    def score(self, state: int) -> float:
-        return 1.0
 
 
 @pytest.mark.parametrize("opens", ["true", "false"])
@@ -656,11 +585,7 @@ def test_a_message_of_the_conversation_may_open_or_close_the_thought_before_an_a
         for answer in ("15", {"role": "assistant", "content": "15"}):
             text = renderer.decode(renderer.written(answer, before=before))
             assert text == ("\n</think>\n\n15" if is_open else "15")
-        pairs = directory / "pairs.jsonl"
-        pairs.write_text(json.dumps({"prompt": before, "chosen": "15", "rejected": "16"}))
-        ((chosen, _),) = read_pairs(pairs, directory, 500)
         closed = "<think>\n\n</think>\n\n" if is_open else "<think></think>"
-        assert renderer._decode_whole(chosen.tokens_T.tolist()).endswith(f"assistant\n{closed}15{END}")
         for history in ("append", "template"):
             talk = play_scripted(
                 Asking(before, history, "again"), renderer, 0, lambda *_: "15", random.Random(0), Sampling(1.0, 99, 999)
@@ -694,8 +619,7 @@ SPLIT = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 )
 def test_a_thought_that_is_not_closed_stays_in_a_history(opening: str, action: str) -> None:
     template = SPLIT.replace("assistant\n{% endif %}", f"assistant\n{opening}{{% endif %}}")
-    with checkpoint(template=template) as directory:
-        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+    with both(template=template) as (peer, renderer):
         talk = Conversation(Asking([USER], "template", "again"), renderer, 0, Sampling(1.0, 99, 999))
         talk.write([*renderer.encode(action), renderer.eos_id])
         history = [USER, {"role": "assistant", "content": action}, {"role": "user", "content": "again"}]
@@ -727,8 +651,7 @@ class _Tools(Asking):
 def test_what_begins_the_next_message_may_end_a_turn_and_is_never_lost(history: str, calls: bool) -> None:
     answer = {"role": "tool", "content": "5"} if calls else {"role": "user", "content": "again"}
     said = {"role": "assistant", "content": "", "tool_calls": CALL} if calls else {"role": "assistant", "content": "4"}
-    with checkpoint(template=GLM, change=_ends_with_markers) as directory:
-        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+    with both(template=GLM, change=_ends_with_markers) as (peer, renderer):
         theirs = peer.apply_chat_template([USER, said, answer], add_generation_prompt=True, tokenize=False)
         marker = "<|tool|>" if calls else "<|think|>"
         text = CALL_TEXT if calls else "4"
@@ -738,32 +661,6 @@ def test_what_begins_the_next_message_may_end_a_turn_and_is_never_lost(history: 
             talk.write([*renderer.encode(text), peer.convert_tokens_to_ids(end)])
             shown = theirs if end == marker else theirs.replace(f"{text}{marker}", f"{text}{end}{marker}")
             assert renderer._decode_whole(talk.rows[-1].tokens) == shown
-
-
-@pytest.mark.parametrize("history", ["append", "template"])
-def test_white_space_before_the_next_message_doubles_nothing(history: str) -> None:
-    spaced = GLM.replace(CALLS, CALLS.replace("<tool_call>", "[CALLS] ").replace("</tool_call>", "") + "{{ '\\n' }}")
-    with checkpoint(template=spaced, change=_ends_with_markers) as directory:
-        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
-        said, answer = {"role": "assistant", "content": "4"}, {"role": "user", "content": "again"}
-        talk = Conversation(_Tools([USER], history, [answer]), renderer, 0, Sampling(1.0, 99, 999))
-        talk.write([*renderer.encode("4\n"), peer.convert_tokens_to_ids("<|think|>")])
-        theirs = peer.apply_chat_template([USER, said, answer], add_generation_prompt=True, tokenize=False)
-        assert renderer._decode_whole(talk.rows[-1].tokens) == theirs
-        called = renderer.written({"role": "assistant", "content": "", "tool_calls": CALL})
-        assert called[-1] == peer.convert_tokens_to_ids("<|tool|>"), "also without a tag that closes it"
-
-
-def test_results_without_an_id_take_those_of_calls_that_have_no_result() -> None:
-    numbers = ("aaaaaaaaa", "bbbbbbbbb")
-    called = ", ".join(f'{{"name": "add", "arguments": {{}}, "id": "{number}"}}' for number in numbers)
-    results = [{"role": "tool", "content": "1", "tool_call_id": numbers[1]}, {"role": "tool", "content": "2"}]
-    with checkpoint(template=MISTRAL_CALLS) as directory:
-        renderer = Renderer.from_directory(directory)
-        talk = Conversation(_Tools([USER], "append", results), renderer, 0, Sampling(1.0, 199, 999))
-        talk.write(renderer.written(f"[TOOL_CALLS] [{called}]"))
-        shown = renderer._decode_whole(talk.rows[-1].tokens).partition("[TOOL_RESULTS]")[2]
-        assert re.findall(r'"call_id": "(\w+)"', shown) == [*reversed(numbers)]
 
 
 MISTRAL_CALLS = (
@@ -783,8 +680,7 @@ def test_calls_keep_the_ids_that_the_policy_wrote_and_the_white_space_of_the_tem
 ) -> None:
     called = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}' + (f', "id": "{number}"' if number else "") + "}]"
     call = {"id": number, "function": {"name": "add", "arguments": {"a": 1}}}
-    with checkpoint(template=MISTRAL_CALLS) as directory:
-        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+    with both(template=MISTRAL_CALLS) as (peer, renderer):
         message = {"role": "assistant", "tool_calls": [call]}
         assert peer.decode(renderer.written(called)) == f"{called}{END}"
         assert not number or renderer.written(message) == renderer.written(called)
@@ -802,8 +698,7 @@ def test_a_history_finds_a_call_where_the_template_opens_no_turn_and_moves_its_t
     template = COUNT + MISTRAL_CALLS.replace("{% if m.role == 'user' %}", moved, 1)
     call = {"id": "abcdef123", "function": {"name": "add", "arguments": {"a": 1}}}
     result = {"role": "tool", "content": "5", "tool_call_id": "abcdef123"}
-    with checkpoint(template=template) as directory:
-        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+    with both(template=template) as (peer, renderer):
         turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": "4"}]
         written = [peer.decode(renderer.written(turn)) for turn in turns]
         items = [USER, Written(0, calls=(("abcdef123", "add"),)), result, Written(1), USER]
@@ -815,19 +710,6 @@ def test_a_history_finds_a_call_where_the_template_opens_no_turn_and_moves_its_t
 EARLIER = "{% if m.role == 'assistant' and not loop.last %}"
 
 
-@pytest.mark.parametrize("thought", ["<think></think>", "<think>\n\n</think>\n\n"])
-def test_a_history_has_the_empty_thoughts_that_the_template_writes_into_it(thought: str) -> None:
-    for before in (f"{EARLIER}{thought}{{% endif %}}", f"{{% if m.role == 'assistant' %}}{thought}{{% endif %}}"):
-        with checkpoint(template=talk_template(before)) as directory:
-            renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
-            segments = renderer.history([USER, Written(0), USER, Written(1), USER])
-            ours = "".join(f"yes{END}" if one.turn >= 0 else peer.decode(one.token_ids) for one in segments)
-            said = {"role": "assistant", "content": "yes"}
-            assert ours == peer.apply_chat_template(
-                [USER, said, USER, said, USER], add_generation_prompt=True, tokenize=False
-            )
-
-
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
@@ -836,13 +718,11 @@ def test_a_history_has_the_empty_thoughts_that_the_template_writes_into_it(thoug
         ("", EARLIER + " [seen]{% endif %}", r"adds '\[seen\]' to earlier turns"),
     ],
 )
-@pytest.mark.parametrize("thinks", [False, True])
-@pytest.mark.parametrize("calls", [(), (("abc", "add"),)])
+@pytest.mark.parametrize(("thinks", "calls"), [(False, ()), (True, (("abc", "add"),))])
 def test_a_template_that_adds_to_earlier_turns_is_refused_by_name(
     before: str, after: str, says: str, thinks: bool, calls: tuple[tuple[str, str], ...]
 ) -> None:
-    with checkpoint(template=talk_template(before + THOUGHT, after)) as directory:
-        renderer = Renderer.from_directory(directory)
+    with rendering(template=talk_template(before + THOUGHT, after)) as renderer:
         answer = {"role": "tool", "content": "4", "tool_call_id": "abc", "name": "add"} if calls else USER
         with pytest.raises(StateError, match=says):
             renderer.history([USER, Written(0, thinks, calls), answer, Written(1, thinks, calls), answer])
@@ -853,10 +733,9 @@ def test_a_template_that_adds_to_earlier_turns_is_refused_by_name(
 
 @pytest.mark.parametrize("after", ["[{{ m.content | length }}]", "{% if m.content | length > 9 %} REC{% endif %}"])
 def test_a_history_whose_text_follows_from_the_words_of_a_turn_is_refused_by_name(after: str) -> None:
-    with checkpoint(template=talk_template("", after)) as directory:
-        renderer = Renderer.from_directory(directory)
-        with pytest.raises(StateError, match='other words of it: use history = "append"'):
-            renderer.history([USER, Written(0), USER])
+    refused = pytest.raises(StateError, match='other words of it: use history = "append"')
+    with rendering(template=talk_template("", after)) as renderer, refused:
+        renderer.history([USER, Written(0), USER])
     for kept in ("{{ m.content | trim }}", "{{ m.content.split('</think>')[-1].lstrip() }}"):
         with checkpoint(template=talk_template().replace("{{ m.content }}", kept)) as directory:
             assert Renderer.from_directory(directory).history([USER, Written(0), USER])
@@ -915,7 +794,7 @@ def test_fix_mistral_regex_splits_where_transformers_does(
 def _published(directory: Path, target: Path) -> Path:
     """The same policy as a run publishes it."""
     if kind_of(directory) == OURS:
-        model = Transformer(ModelConfig.from_directory(directory), torch.bfloat16)
+        model = Transformer(TransformerConfig.from_directory(directory), torch.bfloat16)
         save_policy(model, target, "bfloat16", directory, durable=False)
     else:
         files = _files_of(directory)
@@ -938,34 +817,13 @@ def test_a_published_checkpoint_reads_prompts_as_the_one_that_it_began_with(part
             assert not differences(published), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "model"),
-    [
-        ("smollm", MISTRAL),
-        ("smollm", MISTRAL | {"transformers_version": "5.1.0"}),
-        ("bytes named by the model", {"model_type": "llama", "tokenizer_class": "GPT2Tokenizer"}),
-    ],
-)
-def test_publishing_keeps_what_the_model_says_of_its_tokenizer(
-    kind: str, model: dict[str, Any], tmp_path: Path
-) -> None:
+def test_publishing_keeps_what_the_model_says_of_its_tokenizer(tmp_path: Path) -> None:
     files: Files = plain()
-    if kind in PROPERTIES:
-        PROPERTIES[kind](files)
-        _large(100_001)(files)
-        files.config["fix_mistral_regex"] = True
-        files.model["vocab_size"] = 100_001
-    else:
-        del files.config["tokenizer_class"]
-        files.config["add_prefix_space"] = True
-    small = {
-        "hidden_size": 8,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "sliding_window": None,
-    }
-    files.model |= model | small
+    PROPERTIES["smollm"](files)
+    _large(100_001)(files)
+    files.config["fix_mistral_regex"] = True
+    small = {"hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 100_001}
+    files.model |= MISTRAL | small | {"sliding_window": None}
     (tmp_path / "before").mkdir()
     files.write(tmp_path / "before")
     assert kind_of(tmp_path / "before") == OURS

@@ -12,32 +12,42 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 
 from shoal.chat import isolated, isolated_tokenizer
-from shoal.chat.isolated import ContainedRenderer, RendererLimits
+from shoal.chat.isolated import (
+    ContainedRenderer,
+    RendererAnswer,
+    RendererFacts,
+    RendererLimits,
+    RendererOpened,
+    packed,
+)
 from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
 from shoal.envs.load import load_env
-from shoal.envs.play import play_block
-from shoal.envs.rollout import Conversation
+from shoal.envs.play_episodes import play_block
+from shoal.envs.rollout_rules import Conversation
 from shoal.errors import Overreach, StateError
+from shoal.ipc import Child, spawn
 from shoal.models.random_model import make_tiny
 from shoal.protocol.messages import Block, Sampling, Slot
-from shoal.verification.context import Context
+from shoal.verification.check_context import Context
 from tests.sandbox.needs import needs_bubblewrap
 
 HELLO = [{"role": "user", "content": "hello there"}]
 QUICK = RendererLimits(memory_mb=200, time_s=1.0)
+QUICKEST = QUICK._replace(time_s=0.25)
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOG = "{% set text = messages[0].content * 300000000 %}{{ text|length }}"
 """3.1 GB of text."""
 
 
-@pytest.fixture(autouse=True, params=["limits", pytest.param("sandbox", marks=needs_bubblewrap)])
+@pytest.fixture(params=["limits", pytest.param("sandbox", marks=needs_bubblewrap)])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each claim holds for a child that has only its limits, and for one in the sandbox."""
+    """A child that has only its limits, and one in the sandbox."""
     if request.param == "sandbox":
         monkeypatch.setattr(isolated, "start_here", isolated_tokenizer.start)
     return request.param
@@ -66,21 +76,6 @@ def hostile(tiny: Path, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_the_child_gives_the_same_tokens_and_texts(tiny: Path) -> None:
-    here, apart = Renderer.from_directory(tiny), ContainedRenderer(tiny)
-    assert (apart.eos_id, apart.stop_ids, apart.vocabulary) == (here.eos_id, here.stop_ids, here.vocabulary)
-    for content in ("hello", "naïve 漢字 🙂", "", "x" * 100_000):
-        messages = [{"role": "system", "content": "play!"}, {"role": "user", "content": content}]
-        assert apart.start(messages) == here.start(messages)
-        assert apart.reply(content) == here.reply(content)
-        assert apart.encode(content) == here.encode(content)
-    turns = [[i % 64, 7, 8, 9, here.eos_id] for i in range(200)]
-    assert apart.decode_all(turns) == here.decode_all(turns) == [apart.decode(turn) for turn in turns]
-    with pytest.raises(ValueError):
-        apart.start([{"role": "user", "content": "\ud800"}])
-    assert apart.reply("go on") == here.reply("go on")
-
-
 def test_a_node_with_many_open_files_has_a_child_too(tiny: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert hard == resource.RLIM_INFINITY or hard >= 2048
@@ -104,6 +99,7 @@ def _word(directory: Path, text: str) -> int:
     return token
 
 
+@pytest.mark.usefixtures("how")
 @pytest.mark.parametrize(("text", "turns"), [("word ", [16_384] * 64), ("x" * 128, [65_536, 0, 1])])
 def test_long_turns_of_long_tokens_have_the_texts_of_one_process(
     text: str, turns: list[int], hostile: Callable[..., Path]
@@ -118,10 +114,11 @@ def test_long_turns_of_long_tokens_have_the_texts_of_one_process(
 def test_a_tokenizer_whose_tokens_are_texts_without_end_is_stopped(hostile: Callable[..., Path]) -> None:
     directory = hostile()
     token = _word(directory, "x" * 10_000)
-    with pytest.raises(Overreach, match=r"answered a request with \d+ bytes, limit \d+"):
+    with pytest.raises(Overreach, match=r"answered with \d+ bytes, limit \d+"):
         ContainedRenderer(directory).decode([token] * 1000)
 
 
+@pytest.mark.usefixtures("how")
 def test_a_slow_template_and_one_that_refuses_are_as_in_one_process(hostile: Callable[..., Path]) -> None:
     slow = "{% for a in range(300) %}{% for b in range(1000) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
     directory = hostile(slow)
@@ -134,17 +131,18 @@ def test_a_slow_template_and_one_that_refuses_are_as_in_one_process(hostile: Cal
         ContainedRenderer(hostile("{% for %}"))
 
 
+@pytest.mark.usefixtures("how")
 @pytest.mark.parametrize(("template", "why"), [(LOOP, "took too long"), (HOG, "took too much memory")])
 def test_a_template_that_loops_or_hogs_memory_ends_its_child_only(
     template: str, why: str, hostile: Callable[..., Path]
 ) -> None:
-    renderer, began = ContainedRenderer(hostile(template), QUICK), time.monotonic()
+    renderer, began = ContainedRenderer(hostile(template), QUICKEST if template == LOOP else QUICK), time.monotonic()
     assert renderer._child is not None
-    child = renderer._child._process
+    child = renderer._child
     with pytest.raises(Overreach, match=f"{why}.*The host of the run chose them") as stopped:
         renderer.start(HELLO)
     assert time.monotonic() - began < 30 and "\n" not in str(stopped.value)
-    assert child.returncode is not None and renderer._child is None
+    assert child.process.returncode is not None and renderer._child is None
 
 
 GROWS = (
@@ -155,10 +153,8 @@ GROWS = (
 
 
 def test_where_the_system_has_no_limit_of_memory_the_child_is_watched(
-    hostile: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, how: str
+    hostile: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if how == "sandbox":
-        pytest.skip("such a system has no sandbox either")
     monkeypatch.setattr(isolated, "SYSTEM_LIMITS_MEMORY", False)
     renderer = ContainedRenderer(hostile(GROWS), QUICK._replace(time_s=10.0))
     with pytest.raises(Overreach, match=r"took too much memory.*200 MB"):
@@ -172,34 +168,74 @@ PANICS = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
 ABORTS_WHEN_OPENED = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////////"}}
 
 
+@pytest.mark.usefixtures("how")
 @pytest.mark.parametrize("changes", [ABORTS, PANICS])
 def test_a_tokenizer_that_aborts_or_panics_ends_its_child_only(
     changes: dict[str, object], hostile: Callable[..., Path]
 ) -> None:
-    with pytest.raises(Overreach, match=r"crashed \(.*The host of the run chose them"):
+    with pytest.raises(Overreach, match=r"(by signal|exit code).*The host of the run chose them"):
         ContainedRenderer(hostile(**changes), QUICK._replace(time_s=10.0)).start(HELLO)
 
 
 def test_a_tokenizer_that_aborts_when_it_is_opened_ends_its_child_only(hostile: Callable[..., Path]) -> None:
-    with pytest.raises(Overreach, match=r"crashed \(SIGABRT\)"):
+    with pytest.raises(Overreach, match=r"was ended by signal 6 \(SIGABRT\)"):
         ContainedRenderer(hostile(**ABORTS_WHEN_OPENED), QUICK)
+
+
+LIAR = """
+import sys
+from shoal.ipc import read_message, take_pipes, write_message
+opened, nothing, asked, lie = map(bytes.fromhex, sys.argv[1:])
+requests, answers = take_pipes()
+read_message(requests)
+write_message(answers, opened)
+while (request := read_message(requests)) is not None:
+    write_message(answers, nothing if request == asked else lie)
+"""
+LIES: dict[str, tuple[Callable[[Renderer], object], object, str]] = {
+    "no UTF-8": (lambda one: one.decode([1]), b"\x81\xa5texts\x91\xa2\xff\xfe", "gave a wrong answer"),
+    "deep nesting": (lambda one: one.decode([1]), b"\x81\xa5other" + b"\x91" * 50_000, "gave a wrong answer"),
+    "no texts": (lambda one: one.decode([1]), RendererAnswer(), "gave 0 texts for 1"),
+    "a token beyond the model": (lambda one: one.encode("a"), RendererAnswer(ids=packed([7, 64])), "token 64 of 64"),
+    "half a place": (
+        lambda one: one.history(HELLO),
+        b"\x81\xa6places\x91\x93\xff\x00\xa7visible",
+        "gave a wrong answer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_child_that_lies_is_told_to_the_host_and_raises_nothing_else(name: str) -> None:
+    """A template that has taken over its process can send anything."""
+    ask, lie, why = LIES[name]
+    sent = (RendererOpened(RendererFacts(0, [0], 64, "", "")), RendererAnswer(texts=[""]), ("decode", [b""]), lie)
+    arguments = [(part if isinstance(part, bytes) else msgspec.msgpack.encode(part)).hex() for part in sent]
+
+    def start(*_: object) -> tuple[Child, str]:
+        return Child(spawn([sys.executable, "-c", LIAR, *arguments])), ""
+
+    renderer = ContainedRenderer(Path("policy"), QUICK, start)
+    with pytest.raises(Overreach, match=f"{why}.*tell the host"):
+        ask(renderer)
 
 
 def test_many_long_prompts_stay_within_the_memory_of_the_child(
     hostile: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A cache of 150 prompts of 800 kB would need more than the limit; each of them needs little."""
+    """A cache of 60 prompts of 2 MB would need more than the limit; each of them needs little."""
     renderer = ContainedRenderer(hostile("{{ messages[0].content[:9] }}"), RendererLimits(memory_mb=100))
-    for number in range(150):
-        renderer.start([{"role": "user", "content": f"{number} {'a' * 800_000}"}])
+    for number in range(60):
+        renderer.start([{"role": "user", "content": f"{number} {'a' * 2_000_000}"}])
     assert caplog.text == "", "the child was restarted"
 
 
+@pytest.mark.usefixtures("how")
 def test_a_child_that_something_else_ended_gets_one_successor_with_the_same_files(
     tiny: Path, hostile: Callable[..., Path]
 ) -> None:
     directory = hostile()
-    renderer = ContainedRenderer(directory, QUICK)
+    renderer = ContainedRenderer(directory)
     _kill(renderer)
     assert renderer.start(HELLO) == Renderer.from_directory(tiny).start(HELLO)
     _kill(renderer)
@@ -210,7 +246,7 @@ def test_a_child_that_something_else_ended_gets_one_successor_with_the_same_file
 
 def _kill(renderer: ContainedRenderer) -> None:
     assert renderer._child is not None
-    renderer._child._process.kill()
+    renderer._child.kill()
 
 
 IGNORED = "signal.signal(signal.SIGALRM, signal.SIG_IGN);"
@@ -223,9 +259,9 @@ def test_a_child_that_loops_ends_with_its_parent(first: str, hostile: Callable[.
     program = (
         "import sys, threading, time; from pathlib import Path; from shoal.chat.isolated import *;"
         + first
-        + "r = ContainedRenderer(Path(sys.argv[1]), RendererLimits(time_s=1.0));"
+        + "r = ContainedRenderer(Path(sys.argv[1]), RendererLimits(time_s=0.3));"
         "threading.Thread(target=r.start, args=([{'role': 'user', 'content': 'hi'}],), daemon=True).start();"
-        "time.sleep(0.2); print(r._child._process.pid, flush=True); os.kill(os.getpid(), 9)"
+        "time.sleep(0.2); print(r._child.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     parent = subprocess.run([sys.executable, "-c", program, str(hostile(LOOP))], capture_output=True, timeout=60)
     child, until = int(parent.stdout), time.monotonic() + 10
@@ -240,7 +276,9 @@ def _lives(process: int) -> bool:
     return psutil.pid_exists(process) and psutil.Process(process).status() != "zombie"
 
 
-def test_what_goes_beyond_a_limit_is_neither_a_void_slot_nor_a_failed_rollout(hostile: Callable[..., Path]) -> None:
+def test_what_goes_beyond_a_limit_is_neither_a_void_slot_nor_a_failed_rollout(
+    hostile: Callable[..., Path],
+) -> None:
     """A faster machine would stay within the limit, so it must never decide what a submission or a verdict says."""
     env, sampling = load_env("arithmetic", {}), Sampling(1.0, 4, 48)
     renderer = ContainedRenderer(
@@ -249,7 +287,7 @@ def test_what_goes_beyond_a_limit_is_neither_a_void_slot_nor_a_failed_rollout(ho
     talk = Conversation(load_env("wordle", {}), renderer, load_env("wordle", {}).task(0), Sampling(1.0, 8, 512))
     with pytest.raises(Overreach):
         talk.write([renderer.eos_id])
-    renderer = ContainedRenderer(hostile(LOOP), QUICK)
+    renderer = ContainedRenderer(hostile(LOOP), QUICKEST)
     with pytest.raises(Overreach):
         Conversation(env, renderer, env.task(0), sampling)
     block = Block(0, (Slot(0, "00" * 32, "arithmetic", 0),))

@@ -1,7 +1,7 @@
 """Whose tokenizers are opened in the sandbox, and what the self-test before that costs a node."""
 
-import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,10 @@ from shoal.chat.isolated import ContainedRenderer, RendererLimits, start_here
 from shoal.chat.renderer import FILES
 from shoal.config import TinyPolicy
 from shoal.errors import Overreach, StateError
+from shoal.ipc import ChildExited, Reason
 from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import MODEL_STOPS
-from shoal.sandbox.selftest import SelftestReport
+from shoal.sandbox.cgroups import Cgroup
 from shoal.weights import engine_loader
 from tests.sandbox.needs import needs_bubblewrap
 
@@ -43,26 +44,6 @@ def test_strangers_get_the_sandbox_where_it_works(
     assert engine_loader.contained(RendererLimits())(Path("policy")) is start  # type: ignore[comparison-overlap]
 
 
-def test_a_process_tests_the_sandbox_once_and_works_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, go_on = [], threading.Event()
-
-    def examine() -> SelftestReport:
-        calls.append(1)
-        go_on.wait(10)
-        return SelftestReport(True, "")
-
-    monkeypatch.setattr(isolated_tokenizer, "examine", examine)
-    monkeypatch.setattr(isolated_tokenizer, "_tried", [])
-    threads = [threading.Thread(target=engine_loader.contained, args=(RendererLimits(),)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(5)
-    assert not any(thread.is_alive() for thread in threads) and not isolated_tokenizer.tried().done()
-    go_on.set()
-    assert isolated_tokenizer.tried().result(5) and calls == [1]
-
-
 def test_a_sandbox_that_does_not_start_does_not_mean_that_a_text_is_refused(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +54,7 @@ def test_a_sandbox_that_does_not_start_does_not_mean_that_a_text_is_refused(
 
     renderer = ContainedRenderer(tiny)
     renderer._child, renderer._start = None, isolated_tokenizer.start
-    monkeypatch.setattr(isolated_tokenizer, "Sandbox", broken)
+    monkeypatch.setattr(isolated_tokenizer, "Resident", broken)
     with pytest.raises(Overreach, match="cannot be opened: no memory"):
         renderer.start([{"role": "user", "content": "hello"}])
 
@@ -88,9 +69,7 @@ def test_linked_files_open_in_the_sandbox_and_weights_are_not_there(tiny: Path, 
     renderer = ContainedRenderer(linked, start=isolated_tokenizer.start)
     assert renderer.encode("hello") == ContainedRenderer(tiny, start=start_here).encode("hello")
     assert renderer._child is not None
-    there = {
-        file.name for file in Path(f"/proc/{renderer._child._process.pid}/root{isolated_tokenizer.PLACE}").iterdir()
-    }
+    there = {file.name for file in Path(f"/proc/{renderer._child.pid}/root{isolated_tokenizer.PLACE}").iterdir()}
     assert there == {name for name in FILES[MODEL_STOPS] if (tiny / name).exists()}
 
 
@@ -113,3 +92,15 @@ def test_files_that_only_root_may_read_are_opened_without_the_sandbox(
     (tiny / "tokenizer.json").chmod(0o600)
     assert not isolated_tokenizer.can_show(files)
     assert f"chmod -R a+rX {tiny / 'tokenizer.json'}" in caplog.text
+
+
+@needs_bubblewrap
+def test_the_memory_of_all_processes_of_a_tokenizer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that has taken over its process may fork, and the limit that the process sets itself is of each."""
+    monkeypatch.setattr(Cgroup, "make", staticmethod(lambda: Cgroup([])))
+    monkeypatch.setattr(isolated_tokenizer, "LIMITS", replace(isolated_tokenizer.LIMITS, memory_mb=100))
+    forks = "import os, time; [os.fork() or (bytearray(50_000_000), time.sleep(30)) for _ in range(4)]; time.sleep(30)"
+    child, _ = isolated_tokenizer.start(forks, (), [])
+    with pytest.raises(ChildExited) as gone:
+        child.receive(20.0, 1)
+    assert gone.value.reason is Reason.MEMORY

@@ -36,17 +36,6 @@ DROPPING = {
 """Templates that leave out the thinking of earlier turns."""
 
 
-def test_all_templates_are_here() -> None:
-    assert len(NAMES) == 41 and "Apache License" in (FOLDER / "LICENSE").read_text()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_opening_shows_the_system_prompt_and_the_question(name: str) -> None:
-    renderer = renderer_of(name)
-    text = spell(renderer, renderer.start([SYSTEM, USER]))
-    assert text.index("BE BRIEF") < text.index("WHAT IS IT")
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gptoss", "muse_glimmer", "llama3_2")])
 def test_openings_are_those_of_transformers(name: str) -> None:
     """Three more templates ask for today's date. `gemma` refuses a system prompt, and some want parts."""
@@ -85,9 +74,10 @@ INLINE = "<think>\nHM\n</think>\n\n4"
 @pytest.mark.parametrize(
     "said",
     [
-        *({"content": content, "tool_calls": [call]} for content in ("", None, "HM") for call in CALLED),
-        *({"tool_calls": [call]} for call in CALLED),
-        *({"content": content, "reasoning_content": thought} for content in ("4", INLINE) for thought in ("", None)),
+        {"content": None, "tool_calls": [CALLED[0]]},
+        {"content": "HM", "tool_calls": [CALLED[1]]},
+        {"tool_calls": [CALLED[1]]},
+        {"content": INLINE, "reasoning_content": ""},
     ],
 )
 def test_a_message_of_the_assistant_is_shown_as_by_transformers_or_in_a_form_that_the_template_takes(
@@ -120,14 +110,6 @@ def test_a_message_of_the_assistant_is_shown_as_by_transformers_or_in_a_form_tha
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_reply_shows_what_the_user_says_and_not_the_end_of_the_turn(name: str) -> None:
-    renderer = renderer_of(name)
-    reply = renderer.reply("GO ON")
-    assert "GO ON" in spell(renderer, reply)
-    assert reply[0] != renderer.eos_id
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_tool_results_follow_a_turn_that_calls(name: str) -> None:
     renderer = renderer_of(name)
     if name in WITHOUT_RESULTS:
@@ -152,6 +134,7 @@ def test_a_turn_that_calls_a_tool_ends_with_its_first_stop_token(name: str) -> N
     assert turn[-1] in renderer.stop_ids and not renderer.stop_ids.intersection(turn[:-1])
     text = renderer.decode(turn)
     assert "add" in text and "3" in text and "4" in text
+    assert all(mark in text for mark in (renderer._special.get(token, "") for token in turn[:-1]))
     whole = renderer._encode(
         renderer._text(
             [USER, {**CALL, "tool_calls": [{"id": "call00000", "type": "function", **CALL["tool_calls"][0]}]}],
@@ -187,11 +170,6 @@ def test_a_turn_keeps_its_parts_where_the_tokenizer_changes_the_text() -> None:
         assert told[0] == told[1]
         inner = "let me think" if thought else ""
         assert renderer.decode(told[0]) == f"<think>\n{inner}\n</think>\n\ncafé"
-
-
-def test_a_thought_that_the_text_closes_is_closed_once_where_the_tokenizer_changes_it() -> None:
-    renderer = renderer_of("deepseekv3", normalizer=normalizers.Replace("/", ""))
-    assert renderer.decode(renderer.written("<think>\nGOOD\n</think>\n\n4")) == "GOOD\n<think>\n\n4"
 
 
 def test_what_follows_the_end_of_a_turn_is_left_out() -> None:
@@ -313,20 +291,6 @@ def test_a_history_of_plain_turns_is_the_conversation_so_far(name: str) -> None:
         assert told == talk
 
 
-@pytest.mark.parametrize("thinks", [False, True])
-@pytest.mark.parametrize("name", sorted(set(NAMES) - WITHOUT_CALLS))
-def test_a_history_after_a_call_and_its_answer_is_shown(name: str, thinks: bool) -> None:
-    """The template may drop the thoughts of both when the user speaks again."""
-    renderer, call = renderer_of(name), Written(0, thinks, (("call00000", "add"),))
-    items = [USER, call, RESULT, Written(1, thinks), USER]
-    if name == "diffusion_gemma" and not thinks:  # its prompt after a result does not begin a turn, its history does
-        with pytest.raises(StateError, match=r"adds '<\|turn>model' to a turn when"):
-            renderer.history(items, TOOLS)
-        return
-    segments = renderer.history(items, TOOLS)
-    assert [one.turn for one in segments if one.turn >= 0 and one.part == "visible"] == [0, 1]
-
-
 GEMMA4 = ["diffusion_gemma", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"]
 
 
@@ -370,17 +334,6 @@ def test_a_thought_in_a_text_follows_a_prompt_that_has_begun_or_closed_it(name: 
             renderer.written({**said, "content": "<think>\nHM\n</think>\n\n4"}, arguments)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_long_thought_before_a_short_answer_is_written_or_refused_by_name(name: str) -> None:
-    renderer, said = renderer_of(name), {"role": "assistant", "content": "3", "reasoning_content": "HM " * 40}
-    try:
-        text = renderer.decode(renderer.written(said))
-    except StateError as refused:
-        assert "thought" in str(refused) or "leaves out 'HM" in str(refused)
-    else:
-        assert "HM HM" in text and text.index("HM") < text.rindex("3")
-
-
 @pytest.mark.parametrize("name", sorted(set(NAMES) - WITHOUT_CALLS))
 def test_a_history_shows_a_call_without_a_thought_once_and_closes_the_thought_of_its_prompt(name: str) -> None:
     renderer = renderer_of(name)
@@ -407,25 +360,7 @@ def test_a_history_leaves_out_the_thoughts_that_the_template_drops(name: str) ->
     assert "\N{OBJECT REPLACEMENT CHARACTER}" not in text
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_template_shows_a_history_with_thoughts_in_order(name: str) -> None:
-    renderer = renderer_of(name)
-    parts = {(i, part): renderer.encode(f"{part}-{i};") for i in range(2) for part in ("reasoning", "visible")}
-    items = [
-        USER,
-        Written(0, True),
-        {"role": "user", "content": "GO ON"},
-        Written(1, True),
-        {"role": "user", "content": "AND"},
-    ]
-    text = spell(renderer, filled(renderer.history(items), parts))
-    places = [text.index(word) for word in ("WHAT IS IT", "visible-0;", "GO ON", "visible-1;", "AND")]
-    assert places == sorted(places) and ("reasoning-0;" in text) == renderer.keeps_thinking()
-
-
-@pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3_5_nothink", "qwen3_6", "qwen3_8", "nemotron_3_nano", "nemotron_3_super"]
-)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_nothink", "nemotron_3_nano"])
 @pytest.mark.parametrize("thought", ["<think>\nHM\n</think>\n\n", "HM\n</think>\n\n"])
 @pytest.mark.parametrize("switch", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
 def test_a_history_has_the_mark_of_a_thought_once_whether_the_prompt_or_the_turn_or_neither_opens_it(
@@ -437,22 +372,6 @@ def test_a_history_has_the_mark_of_a_thought_once_whether_the_prompt_or_the_turn
     parts = {(0, "reasoning"): renderer.encode(thought), (0, "visible"): renderer.encode("CALL")}
     text = "".join(spell(renderer, filled(renderer.history(items, arguments), parts)).split())
     assert "assistant<think>HM</think>CALL" in text and text.count("HM") == 1
-
-
-def test_a_history_whose_thoughts_are_all_shown_is_the_conversation_so_far() -> None:
-    """Since the user spoke last, Qwen3 shows what was thought between tool calls."""
-    renderer = renderer_of("qwen3")
-    thought, call = (
-        renderer.encode("<think>\nHM\n</think>\n\n"),
-        renderer.encode('<tool_call>\n{"name": "add"}\n</tool_call>'),
-    )
-    turn = [*thought, *call, renderer.eos_id]
-    talk = [*renderer.start([USER], TOOLS), *turn, *renderer.reply([RESULT], TOOLS)]
-    items = [USER, Written(0, True, (("call00000", "add"),)), RESULT]
-    parts = {(0, "reasoning"): thought, (0, "visible"): [*call, renderer.eos_id]}
-    assert filled(renderer.history(items, TOOLS), parts) == talk
-    later = spell(renderer, filled(renderer.history([*items, Written(1), USER], TOOLS), parts | {(1, "visible"): []}))
-    assert "HM" not in later and "<tool_call>" in later
 
 
 def test_marks_cannot_be_forged_by_a_message() -> None:
@@ -482,12 +401,17 @@ def test_nothing_is_hidden_in_the_json_text_of_arguments() -> None:
         renderer.start([USER, call, RESULT], TOOLS)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma4_v5"])
+@pytest.mark.parametrize("name", ["qwen3", "gptoss"])
 def test_a_contained_renderer_gives_the_same(name: str, tmp_path: Path) -> None:
     here, apart = Renderer.from_directory(directory_of(name, tmp_path)), ContainedRenderer(tmp_path)
     assert (here.stop_ids, here.notation) == (apart.stop_ids, apart.notation)
     assert here.stop_ids == renderer_of(name).stop_ids
-    assert here.open([SYSTEM, USER], TOOLS) == apart.open([SYSTEM, USER], TOOLS)
+    for content in ("WHAT IS IT", "naïve 漢字 🙂", "", "x" * 100_000):
+        asked = [SYSTEM, {"role": "user", "content": content}]
+        assert here.open(asked, TOOLS) == apart.open(asked, TOOLS)
+        assert here.encode(content) == apart.encode(content)
+    with pytest.raises(ValueError):
+        apart.start([{"role": "user", "content": "\ud800"}])
     assert here.go_on([RESULT], TOOLS) == apart.go_on([RESULT], TOOLS)
     assert here.written(CALL, TOOLS) == apart.written(CALL, TOOLS)
     assert here.decode(here.written(CALL, TOOLS)) == apart.decode(here.written(CALL, TOOLS))

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from shoal.chat.token_texts import LONGEST, UNKNOWN, pieces_of
+from shoal.chat.renderer import LONGEST, UNKNOWN, pieces_of
 
 
 @pytest.fixture

@@ -24,45 +24,13 @@ def test_prefill_chunks_and_single_tokens_give_the_logits_of_transformers(
         decoder = Decoder(load_policy(directory), "cpu")
         cache = Cache(decoder.spec, 4, 30, torch.float32, "cpu")
         decoder.prefill(TOKENS_BT[:, :11], cache, [(slice(0, 4), slice(0, 4))])
-        cache.used = 11
+        cache.advance(11)
         hidden = []
         for start, stop in ((11, 18), (18, 19), (19, 20), (20, 29), (29, 30)):
             rope = decoder.rope(torch.arange(start, stop)).repeat(4, 1, 1, 1)
             hidden.append(decoder.extend(TOKENS_BT[:, start:stop], rope, cache).view(4, stop - start, -1))
         logits_BTV = decoder.logits(torch.cat(hidden, 1).flatten(0, 1)).view(4, 19, 64)
     assert (logits_BTV - expected_BTV[:, 11:]).abs().max() < 1e-4
-
-
-def test_a_rebuilt_cache_gives_the_results_of_the_old_one(policy: Path) -> None:
-    with torch.inference_mode():
-        decoder = Decoder(load_policy(policy), "cpu")
-        caches = [Cache(decoder.spec, 4, 20, torch.float32, "cpu") for _ in range(2)]
-        rope = decoder.rope(torch.full((4,), 19))
-        for cache in caches:
-            decoder.prefill(TOKENS_BT[:, :19], cache, [(slice(0, 4), slice(0, 4))])
-            cache.used = 19
-            cache.punch(5, torch.tensor([[True], [False], [False], [True]]))
-        whole = decoder.extend(TOKENS_BT[:, 19:20], rope, caches[0])
-        rebuilt = caches[1].rebuilt([3, 1], 81)
-        assert rebuilt.capacity >= 100 and rebuilt.used == 19
-        part = decoder.extend(TOKENS_BT[[3, 1], 19:20], rope[[3, 1]], rebuilt)
-    assert (part - whole[[3, 1]]).abs().max() < 1e-5
-
-
-def test_a_token_in_a_hole_is_not_attended_to(policy: Path) -> None:
-    with torch.inference_mode():
-        decoder = Decoder(load_policy(policy), "cpu")
-        results = []
-        for filler in (3, 60):
-            tokens_BC = torch.cat([TOKENS_BT[:, :10], torch.full((4, 1), filler)], 1)
-            cache = Cache(decoder.spec, 4, 20, torch.float32, "cpu")
-            cache.used = 11
-            decoder.prefill(tokens_BC, cache, [(slice(0, 4), slice(0, 4))])
-            cache.punch(10, torch.ones(4, 1, dtype=torch.bool))
-            results.append(decoder.extend(TOKENS_BT[:, 10:11], decoder.rope(torch.full((4,), 10)), cache))
-        expected = decoder.hidden_states(TOKENS_BT[:, :11])[:, -1]
-    assert torch.equal(*results)
-    assert (results[0] - expected).abs().max() < 1e-5
 
 
 def test_memory_that_was_never_written_is_not_attended_to(policy: Path) -> None:
@@ -72,7 +40,7 @@ def test_memory_that_was_never_written_is_not_attended_to(policy: Path) -> None:
         cache = Cache(decoder.spec, 2, 20, torch.float32, "cpu")
         cache.keys_LBKSE.fill_(float("nan"))
         cache.values_LBKSE.fill_(float("nan"))
-        cache.used = 15
+        cache.advance(15)
         decoder.prefill(TOKENS_BT[:1, :15], cache, [(slice(0, 1), slice(0, 1))])
         decoder.prefill(TOKENS_BT[1:2, :6], cache, [(slice(1, 2), slice(0, 1))])
         cache.punch(0, torch.arange(15) >= torch.tensor([[15], [6]]))

@@ -1,7 +1,6 @@
 """The engine computes on the device that was asked for, and nowhere else."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,17 +8,15 @@ from torch import Tensor
 
 from shoal.engine.decoder import Decoder
 from shoal.engine.interface import EngineRequest, ScoreRequest
-from shoal.engine.memory_estimate import PREFILL_BYTES, PREFILL_TOKENS
 from shoal.engine.native import LocalEngine
 from shoal.engine.prefill import prefill_tokens
-from shoal.models.config import ModelConfig
 from shoal.models.device import AUTO, DEVICES
-from shoal.models.parameter_counts import layer_values_of
+from shoal.models.memory import PREFILL_BYTES, PREFILL_TOKENS
 from shoal.models.transformer import Transformer
-from tests.engine.test_hot_swap import rollouts, same, versions
+from shoal.models.transformer_config import TransformerConfig
 from tests.fake_device import MixedDevices, OneDevice, values_are_zeros
 
-SPEC = ModelConfig("qwen3", 32, 2, 4, 2, 8, 64, 100, 512, 1e4, 1e-6, True, (0,))
+SPEC = TransformerConfig("qwen3", 32, 2, 4, 2, 8, 64, 100, 512, 1e4, 1e-6, True, (0,))
 SEED = b"device" + bytes(26)
 
 
@@ -53,29 +50,16 @@ def test_every_device_has_a_size_of_prefill() -> None:
 
 def test_a_large_policy_reads_fewer_tokens_at_a_time_on_a_gpu() -> None:
     """A layer of it makes at most 1 GiB of them, which the preflight adds. A CPU's cache holds as many of any policy."""
-    shape = ModelConfig("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 32768, 1e6, 1e-6, False, (0,))
+    shape = TransformerConfig("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 32768, 1e6, 1e-6, False, (0,))
     assert [prefill_tokens(SPEC, device) for device in ("cpu", "cuda", "cuda:1", "mps")] == [1024, 16384, 16384, 4096]
     assert prefill_tokens(shape, "cpu") == 1024 < prefill_tokens(shape, "cuda") < 4096
-    assert PREFILL_BYTES - 4 * layer_values_of(shape) < 4 * layer_values_of(shape) * prefill_tokens(shape, "cuda")
+    assert PREFILL_BYTES - 4 * shape.layer_activations() < 4 * shape.layer_activations() * prefill_tokens(shape, "cuda")
 
 
 @pytest.mark.parametrize(("device", "copied"), [("cpu", True), ("meta", False)])
 def test_a_tied_head_is_there_once_on_a_gpu_and_twice_on_a_cpu(device: str, copied: bool) -> None:
     """A view of the embedding is not contiguous."""
     assert Decoder(Transformer(SPEC), device).weights.head_DV.is_contiguous() == copied
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_weights_with_a_shared_head_are_changed_in_place(tied: bool, tmp_path: Path, monkeypatch) -> None:
-    """`cpu:0` is the CPU by a name for which the head is shared, as on a GPU."""
-    monkeypatch.setattr("shoal.engine.hot_swap.LARGE_BYTES", 0)
-    before, after = versions(tmp_path, tied=tied)
-    changed, loaded = (LocalEngine(threads=1, dtype="bfloat16", device="cpu:0") for _ in range(2))
-    changed.load(before, 0)
-    loaded.load(after, 1)
-    assert changed._loaded is not None and changed._loaded.weights.head_DV.is_contiguous() != tied
-    assert changed.change(before, after, 1, lambda directory: True) and same(changed, loaded)
-    assert rollouts(changed)[0] == rollouts(loaded)[0]
 
 
 @pytest.mark.parametrize("mix", [

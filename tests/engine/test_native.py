@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -196,6 +197,17 @@ def test_a_conversation_that_was_changed_is_read_again_from_its_beginning(policy
     engine.extend(requests, 1.0)
     changed = [request._replace(token_ids=[5, *request.token_ids]) for request in requests]
     assert engine.extend(changed, 1.0) == _engine(policy).extend(changed, 1.0)
+
+
+def test_a_version_is_not_loaded_while_the_engine_is_at_work(policy: Path) -> None:
+    engine = _engine(policy)
+    with engine._at_work:
+        loading = threading.Thread(target=engine.load, args=(policy, 1))
+        loading.start()
+        loading.join(0.1)
+        assert engine.version == 0
+    loading.join(30)
+    assert engine.version == 1
 
 
 def test_forgotten_rollouts_leave_nothing_behind(policy: Path) -> None:

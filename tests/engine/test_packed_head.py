@@ -1,4 +1,4 @@
-"""A packed head gives the logits of a plain one, follows changes in place, and is made only where it pays."""
+"""A packed head gives the logits of a plain one, and is made only where it pays."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from shoal.engine import decoder as packed_head
 from shoal.engine.decoder import Decoder
 from shoal.engine.native import LocalEngine
 from shoal.models.checkpoint import load_policy
+from tests.engine.claims import two_turns
 from tests.engine.conftest import write_policy
-from tests.engine.test_hot_swap import rollouts, same, versions
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture
 def none_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_head, "LARGE", 0)
-    monkeypatch.setattr("shoal.engine.hot_swap.LARGE_BYTES", 0)
 
 
 def engine_with(directory: Path) -> LocalEngine:
@@ -48,7 +47,7 @@ def test_only_a_large_head_in_float32_on_a_cpu_is_packed(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_tied_head_is_packed_in_the_place_of_its_copy(tied: bool, tmp_path: Path, none_is_too_small: None) -> None:
-    """An untied head is not: it would be in memory twice, since a change in place needs the plain one."""
+    """An untied head is not: it would be in memory twice."""
     decoder = Decoder(load_policy(write_policy(tmp_path, tied=tied)), "cpu")
     plain, embedding = decoder.weights.head_DV, decoder.weights.frame.embedding_VD
     assert (decoder._packed_head is not None) == (plain.data_ptr() == embedding.data_ptr()) == tied
@@ -58,16 +57,9 @@ def test_a_policy_writes_and_scores_the_same_with_a_packed_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = write_policy(tmp_path, tied=True)
-    turns, scores = rollouts(engine_with(policy))
+    turns, scores = two_turns(engine_with(policy))
     monkeypatch.setattr(packed_head, "LARGE", 0)
-    packed_turns, packed_scores = rollouts(engine_with(policy))
-    assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in packed_turns]  # type: ignore[attr-defined]
+    packed_turns, packed_scores = two_turns(engine_with(policy))
+    assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in packed_turns]
     for one, other in zip(scores, packed_scores, strict=True):
         assert torch.allclose(torch.from_numpy(one.logprobs_P), torch.from_numpy(other.logprobs_P), atol=1e-4)
-
-
-def test_a_packed_head_follows_a_change_in_place(tmp_path: Path, none_is_too_small: None) -> None:
-    before, after = versions(tmp_path, tied=True)
-    changed, loaded = engine_with(before), engine_with(after)
-    assert changed.change(before, after, 1, lambda directory: True) and same(changed, loaded)
-    assert rollouts(changed)[0] == rollouts(loaded)[0]

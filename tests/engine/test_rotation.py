@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.config import TrainConfig
-from shoal.engine.hf import AnyDecoder, TransformersEngine
+from shoal.config import SamplingConfig, TrainConfig
+from shoal.engine.hf import TransformersEngine
 from shoal.engine.interface import EngineRequest, ScoreRequest
 from shoal.engine.vllm.checkpoint import config_for_vllm
 from shoal.errors import StateError
@@ -90,7 +90,7 @@ def test_neighbours_change_nothing_in_sampling_scoring_and_training(name: str, m
         )
         for claim, turn in zip(claims, turns, strict=True)
     ]  # fmt: skip
-    learner = Learner(load_any(models[name]), TrainConfig(microbatch_tokens=4096), temperature=1.0, steps=1)
+    learner = Learner(load_any(models[name]), TrainConfig(microbatch_tokens=4096), SamplingConfig(), steps=1)
     for row, logp_P in zip(rows, learner.logprobs(rows), strict=True):
         assert np.abs(row.behaviour_logp_P - logp_P).max() < 1e-4
     assert learner.step(rows, 0)["log_ratio_abs_max_nats"] < 1e-4
@@ -140,17 +140,6 @@ def test_loading_replays_a_turn_across_the_change(
     if dtype == "float32":
         with pytest.raises(StateError, match=r"where its rotation changes, a replay differs by .* nats"):
             _engine(models[name], dtype)
-
-
-def test_examining_leaves_the_rotation_as_it_was(models: dict[str, Path]) -> None:
-    model = load_any(models["phi3"])
-    tokens_1T = torch.tensor([_requests(40)[0].token_ids])
-    with torch.no_grad():
-        before = model.hidden(tokens_1T)
-        with model.rotating_short_to(5):
-            assert model.short_rotation == 5 and not torch.equal(model.hidden(tokens_1T), before)
-        assert model.short_rotation == SHORT and torch.equal(model.hidden(tokens_1T), before)
-    assert AnyDecoder(model, "cpu").reads_padding
 
 
 def test_dynamic_scaling_begins_where_a_text_may_not_go(tmp_path: Path) -> None:

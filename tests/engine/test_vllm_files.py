@@ -8,9 +8,9 @@ import pytest
 from shoal.config import TinyPolicy
 from shoal.engine.vllm.checkpoint import files_for_vllm
 from shoal.errors import StateError
-from shoal.models.config import ModelConfig
 from shoal.models.hf_config import HFConfig
 from shoal.models.random_model import make_tiny
+from shoal.models.transformer_config import TransformerConfig
 from tests.engine.architectures import write_any
 
 LOUD = {
@@ -27,11 +27,11 @@ def _tell(directory: Path, **changes: object) -> None:
 
 def test_vllm_reads_a_config_of_ours_and_the_weights_that_count(tmp_path: Path) -> None:
     make_tiny(TinyPolicy(), tmp_path, 0, "float32")
-    plain = ModelConfig.from_directory(tmp_path)
+    plain = TransformerConfig.from_directory(tmp_path)
     _tell(tmp_path, **LOUD)
     for other in ("hf_quant_config.json", "params.json", "other.safetensors"):
         (tmp_path / other).write_bytes((tmp_path / "model.safetensors").read_bytes())
-    with files_for_vllm(tmp_path, ModelConfig.from_directory(tmp_path)) as files:
+    with files_for_vllm(tmp_path, TransformerConfig.from_directory(tmp_path)) as files:
         assert sorted(path.name for path in files.iterdir()) == ["config.json", "model.safetensors"]
         assert json.loads((files / "config.json").read_text()) == plain.to_hf()
         assert (files / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
@@ -64,5 +64,5 @@ def test_a_model_with_an_inner_config_is_refused(tmp_path: Path) -> None:
 def test_weights_that_are_not_those_of_the_config_are_refused_before_vllm_sees_them(tmp_path: Path) -> None:
     make_tiny(TinyPolicy(), tmp_path, 0, "float32")
     _tell(tmp_path, intermediate_size=1 << 20)
-    with pytest.raises(StateError), files_for_vllm(tmp_path, ModelConfig.from_directory(tmp_path)):
+    with pytest.raises(StateError), files_for_vllm(tmp_path, TransformerConfig.from_directory(tmp_path)):
         pass

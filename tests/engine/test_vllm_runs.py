@@ -21,10 +21,10 @@ from shoal.engine.hf import TransformersEngine
 from shoal.engine.interface import Engine
 from shoal.engine.vllm.engine import VllmEngine
 from shoal.roles.worker.worker import Worker
-from shoal.tree import to_tree
+from shoal.typed_toml import to_tree
 from tests.launch.test_join import SHOAL, begin, said
-from tests.roles.in_memory_run import Town, tiny_run
 from tests.roles.test_calibrate import TINY
+from tests.roles.testbed import RunTestbed, tiny_run
 
 PAIR = "vllm:float32/float32"
 POLICY = {"tiny": {"width": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_width": 64, "max_positions": 64}}
@@ -46,8 +46,8 @@ def _run(run_file: Path, **changes: object) -> RunConfig:
     return tiny_run(policy=POLICY, verify={"bounds": to_tree(found.bounds)}, rollouts=opening, **changes)
 
 
-def _worker(town: Town, name: str, cheat: str = "") -> Worker:
-    worker = town.worker(name, own_files=False)
+def _worker(testbed: RunTestbed, name: str, cheat: str = "") -> Worker:
+    worker = testbed.worker(name, own_files=False)
 
     def make_engine(dtype: str, **named: str) -> Engine:
         engine = VllmEngine(1, dtype, **named)
@@ -67,15 +67,15 @@ def test_calibration_writes_bounds_for_the_pair(run_file: Path) -> None:
 def test_validators_of_other_engines_accept_what_vllm_samples(
     tmp_path: Path, run_file: Path, replays_with: str
 ) -> None:
-    town = Town(tmp_path / "run", _run(run_file, steps=2))
-    worker, validator = _worker(town, "vllm"), town.validator()
+    testbed = RunTestbed(tmp_path / "run", _run(run_file, steps=2))
+    worker, validator = _worker(testbed, "vllm"), testbed.validator()
     if replays_with == "transformers":
         validator.node.make_engine = partial(TransformersEngine, 1)
-    asyncio.run(town.live(town.trainer(), validator, worker))
-    member = town.desk.state.members[worker.key]
+    asyncio.run(testbed.live(testbed.trainer(), validator, worker))
+    member = testbed.coordinator.state.members[worker.key]
     assert member.credits > 0 == member.refused
-    assert town.audit().findings == []
-    assert len(town.desk.state.main.versions) == 3  # it has loaded two of them in place of the first
+    assert testbed.audit().findings == []
+    assert len(testbed.coordinator.state.main.versions) == 3  # it has loaded two of them in place of the first
 
 
 def test_versions_that_are_adapters_are_loaded_over_one_base(tmp_path: Path, run_file: Path) -> None:
@@ -84,19 +84,19 @@ def test_versions_that_are_adapters_are_loaded_over_one_base(tmp_path: Path, run
         steps=2, policy=POLICY | {"adapter": {"rank": 4}}, verify={"bounds": to_tree(config.verify.bounds)},
         rollouts={"lease_s": 60.0},
     )  # fmt: skip
-    town = Town(tmp_path / "run", adapted)
-    worker = _worker(town, "vllm")
-    asyncio.run(town.live(town.trainer(), town.validator(), worker))
-    member = town.desk.state.members[worker.key]
-    assert member.credits > 0 == member.refused and len(town.desk.state.main.versions) == 3
+    testbed = RunTestbed(tmp_path / "run", adapted)
+    worker = _worker(testbed, "vllm")
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), worker))
+    member = testbed.coordinator.state.members[worker.key]
+    assert member.credits > 0 == member.refused and len(testbed.coordinator.state.main.versions) == 3
 
 
 @pytest.mark.parametrize("cheat", ["other-seed", "low-temperature"])
 def test_a_worker_with_vllm_that_cheats_is_refused(tmp_path: Path, run_file: Path, cheat: str) -> None:
-    town = Town(tmp_path / "run", _run(run_file, steps=1))
-    cheater, honest = _worker(town, "cheater", cheat), town.worker("honest")
-    asyncio.run(town.live(town.trainer(), town.validator(), cheater, honest))
-    members = town.desk.state.members
+    testbed = RunTestbed(tmp_path / "run", _run(run_file, steps=1))
+    cheater, honest = _worker(testbed, "cheater", cheat), testbed.worker("honest")
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), cheater, honest))
+    members = testbed.coordinator.state.members
     assert members[honest.key].credits > 0 == members[honest.key].refused
     assert members[cheater.key].refused > 0 == members[cheater.key].credits
 

@@ -4,9 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.env_packages.attestations import make_attestation, put_attestation
-from shoal.env_packages.catalog import Release
+from shoal.env_packages.install import install
+from shoal.env_packages.install_policy import InstallDecision
+from shoal.env_packages.naming import read_reference
 from shoal.env_packages.publish import Pushed, push
 from shoal.env_packages.registry import FolderRegistry
+from shoal.env_packages.signed_catalog import Release
 from shoal.protocol.signing import Key
 
 CODE = """
@@ -62,6 +65,13 @@ class Author:
 
     def push(self, registry: FolderRegistry, name: str = "ann/parrot", version: str = "0.1.0", **other: str) -> Pushed:
         return push(self.folder(name, version, **other), registry, self.key, self.home, clock=lambda: 1_700_000_000.0)
+
+    def share(self, registry: FolderRegistry, folder: Path, home: Path | None = None) -> str:
+        """Publish the package in a folder, and install it, here or in another home. Returns what a run file calls it."""
+        about = push(folder, registry, self.key, self.home).about
+        reference = read_reference(f"{about.name}@{about.version}")
+        install(reference, registry, home or self.home, InstallDecision(None, lambda _: True))
+        return f"{about.name}@{about.version}"
 
 
 def attest(

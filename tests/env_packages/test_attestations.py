@@ -6,8 +6,8 @@ import pytest
 
 from shoal.env_packages import attestations
 from shoal.env_packages.attestations import Attestation, lines_of, make_attestation, num_witnesses, read_attestations
-from shoal.env_packages.catalog import Release, SignedBytes, sign
 from shoal.env_packages.registry import FolderRegistry, attestations_path
+from shoal.env_packages.signed_catalog import Release, SignedBytes, sign
 from shoal.errors import ConfigError, PeerError
 from shoal.protocol.encoding import to_json
 from shoal.protocol.signing import Key

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from tests.env_packages.wheels import lock_of, make_wheel
 
 NAME = "ann/backwards"
 
@@ -176,15 +175,3 @@ def test_an_author_changes_the_key(shoal, tmp_path: Path) -> None:
     assert "belongs to the key" in shoal("push", "backwards", "--registry", "hub")[1]
     (tmp_path / "new.key").replace(tmp_path / "ann" / "author.key")
     assert "already published" in shoal("push", "backwards", "--registry", "hub")[1]
-
-
-def test_dependencies_come_from_a_folder_of_wheels(shoal, tmp_path: Path) -> None:
-    shoal("init", NAME)
-    about = tmp_path / "backwards" / "environment.toml"
-    about.write_text(about.read_text() + 'lock = "lock.txt"\n')
-    (tmp_path / "backwards" / "lock.txt").write_text(lock_of(make_wheel(tmp_path / "wheels")))
-    shoal("push", "backwards", "--registry", "hub")
-    code, said = shoal("install", NAME, "--registry", "hub", "--yes", "--wheels", "wheels")
-    assert code == 0, said
-    [module] = (tmp_path / "ann" / "envs").glob("*/dependencies/tinydep.py")
-    assert module.read_text() == "VERSION = '1.0'\n"

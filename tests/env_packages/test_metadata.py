@@ -8,7 +8,7 @@ import pytest
 
 from shoal.env_packages.archive import index_folder
 from shoal.env_packages.lock import Requirement, heavy, read_lock, write_lock
-from shoal.env_packages.metadata import MAX_ABOUT_BYTES, describe, read_about, unfit
+from shoal.env_packages.metadata import MAX_ABOUT_BYTES, read_about, read_package, unfit
 from shoal.env_packages.naming import is_name, is_version, names_one_package, order_of, read_reference
 from shoal.errors import ConfigError
 
@@ -66,10 +66,10 @@ def test_a_machine_that_a_package_does_not_fit_is_named(line: str, why: str) -> 
 def test_what_a_description_names_must_be_in_the_package(key: str, tmp_path) -> None:
     (tmp_path / "environment.py").write_text("")
     (tmp_path / "environment.toml").write_text(GOOD)
-    assert describe(tmp_path, index_folder(tmp_path)).requirements == ()
+    assert read_package(tmp_path, index_folder(tmp_path)).requirements == ()
     (tmp_path / "environment.toml").write_text(GOOD + key)
     with pytest.raises(ConfigError, match="which is not in the package"):
-        describe(tmp_path, index_folder(tmp_path))
+        read_package(tmp_path, index_folder(tmp_path))
 
 
 def test_names_versions_and_digests_are_read() -> None:

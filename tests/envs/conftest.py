@@ -9,8 +9,10 @@ import pytest
 from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
 from shoal.engine.interface import Continuation, EngineRequest, PolicyScore, ScoreRequest
+from shoal.env_packages.registry import FolderRegistry
 from shoal.models.random_model import make_tiny
 from shoal.protocol.messages import EngineFacts, Sampling
+from tests.env_packages.author import Author
 
 
 class FakeEngine:
@@ -94,3 +96,17 @@ def answering_engine(renderer: Renderer) -> Callable[[Callable[[str], str]], Ans
 @pytest.fixture
 def sampling() -> Sampling:
     return Sampling(temperature=1.0, max_turn_tokens=16, max_tokens=200)
+
+
+@pytest.fixture
+def author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Author:
+    """Ann, in whose home this process is."""
+    author = Author(tmp_path / "ann")
+    monkeypatch.setenv("SHOAL_HOME", str(author.home))
+    return author
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> FolderRegistry:
+    (tmp_path / "registry").mkdir()
+    return FolderRegistry(tmp_path / "registry")

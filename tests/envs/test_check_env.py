@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.env import Env, Message, Player, Step, require_index
-from shoal.envs.lint import HOSTILE, check_env
+from shoal.envs.lint import check_env
 from shoal.envs.load import BUILT_IN, load_env
 
 
@@ -83,7 +83,7 @@ class PaysNan(Count):
 
 
 def test_a_reward_of_a_step_that_is_no_number_names_step() -> None:
-    assert "step() gives the reward nan" in str(outcomes(PaysNan(), "failed"))
+    assert "step() answers wrongly: the reward of a step is nan" in str(outcomes(PaysNan(), "failed"))
 
 
 class Boundless(Count):
@@ -217,42 +217,6 @@ def test_broken_promise_is_found_by_its_check(kind: type[Count], check: str, par
     failed = outcomes(kind(), "failed")
     assert part in failed.get(check, f"not found; found {failed}")
     assert all("\n" not in detail for detail in failed.values())
-
-
-def test_finding_about_a_raise_names_file_and_line() -> None:
-    detail = outcomes(NeedsNumber(), "failed")["hostile actions"]
-    assert "test_check_env.py line" in detail and "ValueError" in detail
-
-
-def test_hostile_actions_cover_the_usual_traps() -> None:
-    assert "" in HOSTILE and max(map(len, HOSTILE)) >= 100_000
-    assert any("\x1b" in action for action in HOSTILE) and any(not action.isascii() for action in HOSTILE)
-
-
-class Generous(Count):
-    """A right answer scores beyond the bounds, a wrong one within."""
-
-    def score(self, state: Any) -> float:
-        return 4 * super().score(state)
-
-
-def test_a_score_outside_the_bounds_is_found_with_its_value() -> None:
-    failed = outcomes(Generous(), "failed")
-    assert {"solutions", "right player"} <= failed.keys()
-    assert all("reward_bounds 0 to 1" in failed[check] for check in ("solutions", "right player"))
-    assert failed["right player"].count("4.0") == 1
-
-
-class Picky(Count):
-    def step(self, state: Any, action: str) -> Step:
-        float(action)
-        return super().step(state, action)
-
-
-def test_actions_that_raise_are_named_with_what_a_run_makes_of_them() -> None:
-    detail = outcomes(Picky(), "failed")["hostile actions"]
-    assert "action '': raised" in detail and "ValueError" in detail and "so do " in detail
-    assert "Correct that line, so that it answers any text" in detail
 
 
 class Cased(Count):

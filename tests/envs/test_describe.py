@@ -2,29 +2,21 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.env_packages.install import install
-from shoal.env_packages.install_policy import InstallDecision
-from shoal.env_packages.naming import read_reference
-from shoal.env_packages.publish import push
+from shoal.env import Env
 from shoal.env_packages.registry import FolderRegistry
-from shoal.envs.describe import Declared, declared
-from shoal.envs.load import load_env
-from shoal.errors import ConfigError
+from shoal.envs.interface import describe
+from shoal.envs.load import facts_of, load_env
+from shoal.envs.settings_wrapper import with_settings
+from shoal.errors import ConfigError, ShoalError
 from tests.env_packages.author import Author
+from tests.envs import sums
+from tests.envs.test_settings import Asking
 
-GOOD = (Path(__file__).parent / "sabotaged" / "good.py").read_text()
-
-
-@pytest.fixture
-def author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Author:
-    author = Author(tmp_path / "ann")
-    monkeypatch.setenv("SHOAL_HOME", str(author.home))
-    return author
+GOOD = Path(sums.__file__).read_text()
 
 
 def with_code(folder: Path, opening: str = "", inside: str = "") -> EnvConfig:
@@ -35,38 +27,54 @@ def with_code(folder: Path, opening: str = "", inside: str = "") -> EnvConfig:
 
 def test_a_file_is_executed_in_another_process(tmp_path: Path) -> None:
     env = with_code(tmp_path, "import os\nopen(__file__ + '.pid', 'w').write(str(os.getpid()))\nprint('[1, 2]')\n")
-    assert declared(env) == Declared(40, True)
+    found = facts_of(env)
+    assert (found.name, found.num_tasks, found.reproducible) == ("mine", 40, True)
     assert int((tmp_path / "mine.py.pid").read_text()) != os.getpid()
 
 
-def test_a_class_says_that_nobody_can_repeat_it(tmp_path: Path) -> None:
-    assert declared(with_code(tmp_path, inside="reproducible = False")) == Declared(40, False)
-
-
-def test_a_run_file_says_so_too(tmp_path: Path) -> None:
-    assert not declared(EnvConfig("wordle", reproducible=False)).reproducible
-    assert declared(EnvConfig("wordle")).reproducible
+def test_a_class_and_a_run_file_say_that_nobody_can_repeat_it(tmp_path: Path) -> None:
+    assert not facts_of(with_code(tmp_path, inside="reproducible = False")).reproducible
+    assert not facts_of(EnvConfig("wordle", reproducible=False)).reproducible
+    assert facts_of(EnvConfig("wordle")).reproducible
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_the_description_of_a_folder_says_so_too(author: Author, tmp_path: Path, installed: bool) -> None:
+def test_the_description_of_a_folder_says_so_too(author: Author, registry: FolderRegistry, installed: bool) -> None:
     folder = author.folder(more="reproducible = false")
-    name = str(folder)
-    if installed:
-        registry = FolderRegistry(tmp_path / "registry")
-        registry.folder.mkdir()
-        push(folder, registry, author.key, author.home)
-        install(read_reference("ann/parrot@0.1.0"), registry, author.home, InstallDecision(None, lambda _: True))
-        name = "ann/parrot@0.1.0"
-    env: Any = load_env(name, {})
-    assert env.reproducible is False
-    assert declared(EnvConfig(name)) == Declared(3, False)
+    name = author.share(registry, folder) if installed else str(folder)
+    assert not describe(load_env(name, {})).reproducible
+    found = facts_of(EnvConfig(name))
+    assert (found.num_tasks, found.reproducible) == (3, False)
 
 
 def test_a_file_that_does_not_load_is_refused_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mine.py line 1: ZeroDivisionError"):
-        declared(with_code(tmp_path, "1 / 0\n"))
-    with pytest.raises(ConfigError, match="ended its process with code 3"):
-        declared(with_code(tmp_path, "import os\nos._exit(3)\n"))
+    for opening, says in (
+        ("1 / 0\n", r"mine.py line 1: ZeroDivisionError"),
+        ("import os\nos._exit(3)\n", r"os\._exit\(3\)"),
+    ):
+        with pytest.raises(ShoalError, match=says):
+            facts_of(with_code(tmp_path, opening))
     with pytest.raises(ConfigError, match="no environment nothing"):
-        declared(EnvConfig("nothing"))
+        facts_of(EnvConfig("nothing"))
+
+
+class Limited(Asking):
+    max_turn_tokens, max_tokens, history, parser = 7, 70, "template", "hermes"
+
+
+def test_settings_change_the_facts_that_they_name_and_no_others() -> None:
+    own: Env = Limited()
+    facts, under = describe(own), describe(with_settings(own, EnvConfig("asking", system="be brief", max_tokens=9)))
+    assert (facts.max_turn_tokens, facts.max_tokens, facts.history, facts.parser) == (7, 70, "template", "hermes")
+    assert (under.max_turn_tokens, under.max_tokens, under.history, under.parser) == (7, 9, "template", "hermes")
+    assert (
+        under.arguments == facts.arguments and describe(with_settings(own, EnvConfig("asking", label="a"))).name == "a"
+    )
+
+
+@pytest.mark.parametrize("member", ["num_tasks", "num_seats"])
+def test_a_number_that_is_none_is_named(member: str) -> None:
+    env = Asking()
+    setattr(env, member, "x")
+    with pytest.raises(TypeError, match=f"{member} is 'x'"):
+        describe(env)

@@ -11,35 +11,31 @@ import pytest
 
 from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig
-from shoal.env import Env, Message, Step
+from shoal.env import Message, Step
 from shoal.envs.builtin import arithmetic, wordle
 from shoal.envs.evaluate import as_text, evaluate, interval, mixed
-from shoal.envs.in_process import OwnEnv
 from shoal.envs.interface import is_decided
 from shoal.envs.isolated.connection import OWN_LIMITS
-from shoal.envs.isolated.environment import in_process
+from shoal.envs.isolated.environment import in_child
 from shoal.envs.load import load_env
-from shoal.envs.run_settings import with_settings
+from shoal.envs.own_env import OwnEnv
+from shoal.envs.settings_wrapper import with_settings
 from shoal.errors import ConfigError, ShoalError
 from shoal.evaluation_files import Evaluation, Transcript
 from shoal.jobs.evaluate import in_words
 from shoal.jobs.solve_rates import TaskRates
 from shoal.protocol.messages import Sampling
 from shoal.protocol.task_draws import TaskList
-from shoal.runs.conversation import sample_of
+from shoal.runs.rollout_samples import sample_of
+from tests.envs.plain import Plain
 
 
-class Ask(Env):
+class Ask(Plain):
     """No held-out tasks, no success: half a point for an answer."""
 
     name = "ask"
     num_tasks = 3
     reward_bounds = (-1.0, 1.0)
-
-    def task(self, index: int, heldout: bool = False) -> int:
-        if heldout or index > 2:
-            raise IndexError(index)
-        return index
 
     def reset(self, task: int) -> tuple[Any, list[Message]]:
         return (task, ""), [{"role": "user", "content": "?"}]
@@ -154,12 +150,6 @@ def test_an_episode_on_which_the_environment_failed_has_no_part_in_the_mean(
     )
 
 
-def test_lowest_makes_a_failed_heldout_episode_a_lost_one(answering_engine, renderer, sampling) -> None:
-    env = with_settings(Ask(), EnvConfig("ask", on_fault="lowest"))
-    found = evaluate(answering_engine(lambda text: "raise"), renderer, env, 4, 0, sampling)
-    assert (found.mean, found.faults) == (-1.0, 0)
-
-
 KILLER = """
 import os, time
 class Killer:
@@ -184,7 +174,7 @@ def test_a_heldout_task_that_hangs_or_ends_its_process_fails_alone(
 ) -> None:
     monkeypatch.setattr("shoal.envs.isolated.environment.OWN_LIMITS", replace(OWN_LIMITS, wall_s=0.3))
     (tmp_path / "killer.py").write_text(KILLER)
-    env = load_env(str(tmp_path / "killer.py"), {}, own=in_process)
+    env = load_env(str(tmp_path / "killer.py"), {}, own=in_child)
     found = evaluate(answering_engine(lambda text: "yes"), renderer, env, 10, 0, sampling, samples=5)
     assert (found.mean, found.episodes, found.faults) == (1.0, 10, 8)
     said = [one.fault for one in found.transcripts]
@@ -241,15 +231,6 @@ def test_progress_is_reported_after_each_batch(answering_engine: Callable[..., A
     told: list[int] = []
     evaluate(answering_engine(lambda text: "yes"), renderer, Ask(), 300, 0, sampling, progress=told.append)
     assert told == [128, 256, 300]
-
-
-def test_transcripts_are_written_to_json_and_read_as_text(answering_engine, renderer, sampling) -> None:
-    env = wordle.environment(num_words=64, heldout=8)
-    found = evaluate(answering_engine(lambda text: env.words[0]), renderer, env, 4, 0, sampling, samples=1)
-    tree = msgspec.json.decode(msgspec.json.encode(found))
-    assert {"mean", "low95", "high95", "episodes", "transcripts"} <= set(tree)
-    text = as_text(found.transcripts[0])
-    assert f"policy | {env.words[0]}" in text and "lost, reward" in text and "user | wordle" not in text
 
 
 def test_an_assistants_turn_in_the_opening_is_not_shown_as_the_policys(answering_engine, renderer, sampling) -> None:

@@ -10,24 +10,23 @@ import pytest
 from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig
 from shoal.env import Env, Step
+from shoal.envs.concurrent_episodes import alone
 from shoal.envs.exceptions import redact_paths
-from shoal.envs.replay import ReplayResult, judge, replay_rollout
-from shoal.envs.rollout import Conversation
-from shoal.envs.run_settings import with_settings
-from shoal.errors import ConfigError, Overreach
-from shoal.protocol.group_rewards import faults_of
+from shoal.envs.replay import ReplayResult, judge, replaying
+from shoal.envs.rollout_rules import Conversation
+from shoal.envs.settings_wrapper import with_settings
+from shoal.errors import Overreach
 from shoal.protocol.messages import Faults, Sampling
+from shoal.protocol.reward_rules import faults_of
+from tests.envs.plain import Plain
 
 SAMPLING = Sampling(1.0, 8, 64)
 
 
-class Odd(Env):
+class Odd(Plain):
     """It does with an answer what the answer says."""
 
     name, num_tasks = "odd", 1
-
-    def task(self, index: int, heldout: bool = False) -> int:
-        return index
 
     def reset(self, task: int) -> tuple[Any, list[dict[str, str]]]:
         return "", [{"role": "user", "content": "?"}]
@@ -55,14 +54,13 @@ def played(env: Env, renderer: Renderer, *answers: str) -> list[ReplayResult]:
         talk = Conversation(env, renderer, 0, SAMPLING)
         talk.write([*renderer.encode(answer), renderer.eos_id][: talk.room])
         assert talk.ending is not None
-        rollout = talk.rollout(0)
-        found.append(replay_rollout(env, renderer, 0, rollout.tokens_T(), rollout.author_T(), rollout.ending, SAMPLING))
+        found.append(alone(replaying(env, renderer, 0, talk.rollout(0), SAMPLING)))
     return judge(found, env)
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [("raise", "test_exceptions.py line 37: KeyError: 'x'"), ("nan", "the score is nan"), ("inf", "the score is inf"),
+    [("raise", ": KeyError: 'x'"), ("nan", "the score is nan"), ("inf", "the score is inf"),
      ("none", "TypeError"), ("step", "the reward of a step is nan"), ("huge", "OverflowError")],
 )  # fmt: skip
 def test_a_rollout_on_which_the_environment_fails_is_left_out(answer: str, said: str, renderer: Renderer) -> None:
@@ -78,11 +76,6 @@ def test_a_score_outside_the_bounds_is_a_fault_with_its_value(renderer: Renderer
     assert isinstance(faults, Faults)
     assert (faults.rollouts, faults.outside, faults.score) == ((0, 2), (0, 2), 2.0)
     assert "score 2.0 is outside reward_bounds 0.0 to 1.0" in faults.said
-
-
-def test_without_a_fault_a_verdict_says_nothing(renderer: Renderer) -> None:
-    assert faults_of(played(Odd(), renderer, "ok", "ok")) is msgspec.UNSET
-    assert faults_of(played(Compared(), renderer, "ok", "fine")) is msgspec.UNSET
 
 
 def test_a_rollout_that_fails_has_no_part_in_the_scores_of_its_group(renderer: Renderer) -> None:
@@ -102,8 +95,6 @@ def test_on_fault_lowest_learns_from_it_but_still_names_scores_outside(renderer:
     replays = played(env, renderer, "raise", "ok")
     assert faults_of(replays) is msgspec.UNSET and [one.reward for one in replays] == [0.0, 0.5]
     assert faults_of(played(env, renderer, "ok", "two")) == Faults((), (1,), 2.0)
-    with pytest.raises(ConfigError, match="on_fault = 'highest'"):
-        with_settings(Odd(), EnvConfig("odd", on_fault="highest"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), Overreach("too slow")])

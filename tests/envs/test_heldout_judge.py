@@ -1,15 +1,17 @@
 """A held-out judge scores the very episodes of an evaluation again, and only those."""
 
+import itertools
 from typing import Any
 
 import msgspec
 import pytest
 
-from shoal.env import Env, Message, Step
+from shoal.env import Message, Step
 from shoal.envs.builtin import arithmetic
 from shoal.envs.evaluate import evaluate, mixed
 from shoal.errors import ConfigError
 from shoal.evaluation_files import Evaluation, JudgeResult
+from tests.envs.plain import Plain
 
 ARGS = {"digits": 1, "heldout": 20}
 
@@ -41,31 +43,20 @@ def test_the_judge_scores_the_same_episodes_by_its_own_rule(answering_engine, re
     assert agreed.judge is not None and agreed.mean == agreed.judge.mean == 1.0
 
 
-def test_figures_without_a_judge_are_the_same_as_with_one(answering_engine, renderer, sampling) -> None:
-    guesses = answering_engine(lambda text: "7")
-    alone = evaluate(guesses, renderer, any_digit(), 8, 0, sampling)
-    judged = evaluate(guesses, renderer, any_digit(), 8, 0, sampling, judge=arithmetic.environment(**ARGS))
-    assert alone.judge is None and msgspec.structs.replace(judged, judge=None) == alone
-
-
 def test_a_judge_with_other_tasks_is_refused(answering_engine, renderer, sampling) -> None:
     other = arithmetic.environment(digits=2, heldout=20)
     with pytest.raises(ConfigError, match=r"eval\.judge: arithmetic has another task 0 than any-digit"):
         evaluate(answering_engine(lambda text: "7"), renderer, any_digit(), 4, 0, sampling, judge=other)
 
 
-class Twice(Env):
+class Twice(Plain):
     """Two turns: what is said counts, and the second turn again."""
 
     name = "twice"
-    num_tasks = 4
     reward_bounds = (0.0, 3.0)
 
     def __init__(self, turns: int = 2, wants: str = "yes", raises: bool = False) -> None:
         self.turns, self.wants, self.raises = turns, wants, raises
-
-    def task(self, index: int, heldout: bool = False) -> int:
-        return index
 
     def reset(self, task: int) -> tuple[Any, list[Message]]:
         return 0, [{"role": "user", "content": "?"}]
@@ -74,9 +65,6 @@ class Twice(Env):
         if self.raises:
             raise ValueError("no opinion")
         return Step(state + 1, "go on", state + 1 >= self.turns, reward=float(action == self.wants))
-
-    def score(self, state: int) -> float:
-        return 0.5
 
 
 def test_turns_are_judged_one_after_another_until_the_judge_is_done(answering_engine, renderer, sampling) -> None:
@@ -90,6 +78,15 @@ def test_a_judge_that_raises_is_told_with_the_place_and_has_no_mean(answering_en
     found = evaluate(answering_engine(lambda text: "yes"), renderer, Twice(), 4, 0, sampling, judge=Twice(raises=True))
     assert found.mean == 2.5 and found.fault == "" and found.judge is not None and found.judge.mean is None
     assert "test_heldout_judge.py line" in found.judge.fault and "ValueError: no opinion" in found.judge.fault
+
+
+def test_a_judge_whose_steps_never_end_fails_on_its_own(answering_engine, renderer, sampling) -> None:
+    class Endless(Twice):
+        def step(self, state: int, action: str) -> Step:
+            return super().step(state, action)._replace(steps=((end, 0.0) for end in itertools.count(1)))
+
+    found = evaluate(answering_engine(lambda text: "yes"), renderer, Twice(), 4, 0, sampling, judge=Endless())
+    assert found.mean == 2.5 and found.judge is not None and "steps in a turn" in found.judge.fault
 
 
 def test_a_judge_is_not_asked_about_episodes_on_which_the_environment_failed(

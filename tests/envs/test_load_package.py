@@ -8,14 +8,11 @@ import msgspec
 import pytest
 
 from shoal.env import Env
-from shoal.env_packages.install import install
-from shoal.env_packages.install_policy import InstallDecision
 from shoal.env_packages.installed import Installed
-from shoal.env_packages.naming import read_reference
 from shoal.env_packages.registry import FolderRegistry
 from shoal.envs.interface import AuthorError
 from shoal.envs.isolated import environment as opening
-from shoal.envs.isolated.environment import ContainedEnv, in_process
+from shoal.envs.isolated.environment import ContainedEnv, in_child
 from shoal.envs.load import env_digest, is_file, is_package, load_built_in, load_env, load_run_envs
 from shoal.errors import ConfigError, StateError
 from shoal.net.key_files import save_key
@@ -28,24 +25,19 @@ NAME = "ann/parrot@0.1.0"
 
 
 @pytest.fixture
-def author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Author:
-    """Ann has published and installed her package, in the home of this process."""
-    author = Author(tmp_path / "ann")
-    monkeypatch.setenv("SHOAL_HOME", str(author.home))
-    (tmp_path / "registry").mkdir()
-    registry = FolderRegistry(tmp_path / "registry")
-    author.push(registry)
+def ann(author: Author, registry: FolderRegistry) -> Author:
+    """Ann has published and installed her package."""
     save_key(author.home / "author.key", author.key)
-    install(read_reference(NAME), registry, author.home, InstallDecision(None, lambda _: True))
+    author.share(registry, author.folder())
     return author
 
 
 @pytest.fixture
-def bob(author: Author, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bob(ann: Author, registry: FolderRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Somebody else, who has installed the package too."""
     home = tmp_path / "bob"
     monkeypatch.setenv("SHOAL_HOME", str(home))
-    install(read_reference(NAME), FolderRegistry(tmp_path / "registry"), home, InstallDecision(None, lambda _: True))
+    ann.share(registry, ann.folder(), home)
     return home
 
 
@@ -53,7 +45,7 @@ def spec() -> EnvSpec:
     return EnvSpec(NAME, env_digest(NAME), 3, 1.0, {})
 
 
-def test_an_author_runs_the_installed_package(author: Author) -> None:
+def test_an_author_runs_the_installed_package(ann: Author) -> None:
     env = load_env(NAME, {})
     assert (env.name, env.task(1)) == ("parrot", "b")
     assert load_env(f"pkg:{env_digest(NAME)}", {}).name == "parrot"
@@ -62,7 +54,7 @@ def test_an_author_runs_the_installed_package(author: Author) -> None:
 
 @needs_bubblewrap
 def test_a_package_that_times_out_fails_alike_for_its_author_and_for_others(
-    author: Author, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ann: Author, registry: FolderRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the sandbox no endpoint ever answers, so a timeout is a fault there."""
     monkeypatch.setattr(
@@ -70,19 +62,17 @@ def test_a_package_that_times_out_fails_alike_for_its_author_and_for_others(
         "import concurrent.futures\n"
         + CODE.replace("return Step(", "return concurrent.futures.Future().result(0) or ("),
     )
-    registry, name = FolderRegistry(tmp_path / "registry"), "ann/parrot@0.2.0"
-    author.push(registry, version="0.2.0")
-    for home in (author.home, tmp_path / "bob"):
+    folder = ann.folder(version="0.2.0")
+    for home in (ann.home, tmp_path / "bob"):
         monkeypatch.setenv("SHOAL_HOME", str(home))
-        install(read_reference(name), registry, home, InstallDecision(None, lambda _: True))
-        env = load_env(name, {}, own=in_process)
+        env = load_env(ann.share(registry, folder, home), {}, own=in_child)
         assert isinstance(env, ContainedEnv)
         with pytest.raises(AuthorError, match="TimeoutError"):
             env.step(env.reset(env.task(0))[0], "a")
 
 
-def test_a_folder_is_loaded_as_it_would_be_packed(author: Author) -> None:
-    folder = author.folder()
+def test_a_folder_is_loaded_as_it_would_be_packed(ann: Author) -> None:
+    folder = ann.folder()
     assert load_env(str(folder), {}).task(0) == "a" and env_digest(str(folder)) == env_digest(NAME)
     (folder / "words.txt").write_text("x y z")
     assert env_digest(str(folder)) != env_digest(NAME)
@@ -113,18 +103,6 @@ def test_without_a_sandbox_a_package_of_somebody_else_is_refused_with_the_remedy
         load_env(NAME, {})
 
 
-def test_an_opener_makes_the_environment_of_an_installed_package(bob: Path) -> None:
-    opened: list[tuple[Installed, Sequence[Path], Mapping[str, Any]]] = []
-
-    def opener(package: Installed, paths: Sequence[Path], args: Mapping[str, Any]) -> Env:
-        opened.append((package, paths, args))
-        return load_env(str(paths[0]), args)
-
-    assert load_run_envs([spec()], own_files=False, opener=opener)[NAME].num_tasks == 3
-    [(package, paths, _)] = opened
-    assert package.digest == env_digest(NAME) and [path.name for path in paths] == ["package", "dependencies"]
-
-
 def test_a_host_cannot_replace_a_package_under_its_name(bob: Path) -> None:
     """The digest of the run counts, not what the name means here."""
     other = msgspec.structs.replace(spec(), digest="a" * 64)
@@ -144,13 +122,13 @@ def test_a_name_that_means_another_package_here_is_opened_by_the_digest(bob: Pat
     assert opened == ["ann/parrot"]
 
 
-def test_a_package_that_was_changed_on_the_disk_is_not_loaded(author: Author) -> None:
-    installed = author.home / "envs" / env_digest(NAME) / "package" / "environment.py"
+def test_a_package_that_was_changed_on_the_disk_is_not_loaded(ann: Author) -> None:
+    installed = ann.home / "envs" / env_digest(NAME) / "package" / "environment.py"
     installed.write_text(installed.read_text() + "\nimport os\n")
     with pytest.raises(StateError, match=r"environment\.py of ann/parrot 0\.1\.0 was changed"):
         load_env(NAME, {})
 
 
-def test_a_package_that_is_not_installed_is_refused_in_one_line(author: Author) -> None:
+def test_a_package_that_is_not_installed_is_refused_in_one_line(ann: Author) -> None:
     with pytest.raises(ConfigError, match=r"shoal env install ann/none@1\.0\.0"):
         load_env("ann/none@1.0.0", {})

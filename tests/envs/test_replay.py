@@ -1,26 +1,21 @@
 """Replay: honest rollouts are accepted with the reward they earned; no edit except of the policy's own text is."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.chat.renderer import Renderer
-from shoal.config import TinyPolicy
-from shoal.engine.interface import ScoreRequest
-from shoal.engine.native import LocalEngine
 from shoal.env import Env
 from shoal.envs.builtin import arithmetic, wordle
-from shoal.envs.play import EpisodeAttempt, converse
-from shoal.envs.replay import ReplayResult, replay_rollout
-from shoal.envs.rollout import Conversation
-from shoal.models.random_model import make_tiny
-from shoal.protocol.messages import POLICY, Sampling
+from shoal.envs.play_episodes import EpisodeAttempt, converse
+from shoal.envs.replay import ReplayResult, replay_group
+from shoal.envs.rollout_rules import Conversation
+from shoal.protocol.messages import POLICY, Sampling, make_rollout
 from shoal.protocol.seed_chain import sample_seed
+from tests.envs.conftest import RandomEngine
 
 ENDINGS = ("environment", "length", "error", "stop")
 
@@ -30,29 +25,22 @@ def game() -> wordle.Wordle:
     return wordle.environment(num_words=64, heldout=8)
 
 
-@pytest.fixture
-def talks(game: wordle.Wordle, random_engine: Callable[..., Any], renderer: Renderer) -> list[Conversation]:
+@pytest.fixture(scope="module")
+def talks(game: wordle.Wordle, renderer: Renderer) -> list[Conversation]:
     """Many games under tight limits: won, lost, cut off within a turn and between turns."""
     played = []
     for max_turn, max_tokens in ((8, 200), (6, 40), (12, 57), (6, 24)):
         episodes = [EpisodeAttempt(game, game.task(i % 7), sample_seed(bytes([max_turn] * 32), i)) for i in range(24)]
         sampling = Sampling(1.0, max_turn, max_tokens)
-        played += converse(random_engine(game.words[:12]), renderer, episodes, sampling)
+        played += converse(RandomEngine(renderer, game.words[:12]), renderer, episodes, sampling)
     return played
 
 
 def again(talk: Conversation, **edits: Any) -> ReplayResult:
     """Replay a conversation's claim, with some of it edited."""
-    claim = {"tokens": talk.tokens, "author": talk.author, "ending": talk.ending} | edits
-    return replay_rollout(
-        talk.env,
-        talk.renderer,
-        talk.task,
-        np.array(claim["tokens"], dtype=np.int32),
-        np.array(claim["author"], dtype=np.uint8),
-        claim["ending"],
-        talk.sampling,
-    )
+    edited = {"tokens": talk.tokens, "author": talk.author, "ending": talk.ending} | edits
+    claim = make_rollout(edited["tokens"], edited["author"], (), version=0, ending=edited["ending"])
+    return replay_group(talk.env, talk.renderer, talk.task, [claim], talk.sampling)[0]
 
 
 def test_honest_rollouts_are_accepted_with_the_reward_they_earned(talks: list[Conversation]) -> None:
@@ -70,7 +58,7 @@ def test_every_other_ending_is_refused(talks: list[Conversation]) -> None:
 
 
 def test_every_flipped_author_is_refused(talks: list[Conversation]) -> None:
-    for talk in talks[::6]:
+    for talk in talks[::12]:
         for at in range(len(talk.tokens)):
             for author in {0, 1, 2} - {talk.author[at]}:
                 edited = [*talk.author[:at], author, *talk.author[at + 1 :]]
@@ -78,7 +66,7 @@ def test_every_flipped_author_is_refused(talks: list[Conversation]) -> None:
 
 
 def test_every_edited_environment_token_is_refused_at_its_place(talks: list[Conversation]) -> None:
-    for talk in talks[::3]:
+    for talk in talks[::11]:
         for at in (i for i, author in enumerate(talk.author) if author != POLICY):
             edited = [*talk.tokens[:at], (talk.tokens[at] + 1) % 64, *talk.tokens[at + 1 :]]
             found = again(talk, tokens=edited)
@@ -87,7 +75,7 @@ def test_every_edited_environment_token_is_refused_at_its_place(talks: list[Conv
 
 def test_edited_policy_token_is_refused_or_only_changes_the_policys_own_text(talks: list[Conversation]) -> None:
     outcomes = set()
-    for talk in talks[::2]:
+    for talk in talks[::7]:
         for at in (i for i, author in enumerate(talk.author) if author == POLICY):
             for token in ((talk.tokens[at] + 1) % 64, talk.renderer.eos_id, 7):
                 edited = [*talk.tokens[:at], token, *talk.tokens[at + 1 :]]
@@ -112,7 +100,7 @@ def independent_reward(talk: Conversation, tokens: list[int]) -> float:
 
 
 def test_every_shorter_or_longer_rollout_is_refused(talks: list[Conversation]) -> None:
-    for talk in talks[::4]:
+    for talk in talks[::13]:
         for length in range(len(talk.tokens)):
             assert again(talk, tokens=talk.tokens[:length], author=talk.author[:length]).problem
         for author in (0, 1):
@@ -135,12 +123,10 @@ def test_inserted_and_removed_tokens_are_refused_or_are_the_policys_own_text(tal
 def test_another_tasks_rollout_is_refused(talks: list[Conversation], renderer: Renderer) -> None:
     env = arithmetic.environment()
     talk = next(talk for talk in talks if talk.ending == "environment")
-    claim = np.array(talk.tokens, np.int32), np.array(talk.author, np.uint8)
-    assert replay_rollout(env, renderer, env.task(0), *claim, "environment", talk.sampling).position <= 2
+    claim = [talk.rollout(0)]
+    assert replay_group(env, renderer, env.task(0), claim, talk.sampling)[0].position <= 2
     other = [word for word in talk.env.words if word != talk.task]
-    rejected = [
-        replay_rollout(talk.env, renderer, task, *claim, "environment", talk.sampling).problem for task in other
-    ]
+    rejected = [replay_group(talk.env, renderer, task, claim, talk.sampling)[0].problem for task in other]
     assert sum(map(bool, rejected)) > 0.9 * len(other)
 
 
@@ -154,9 +140,9 @@ def test_arbitrary_claims_never_raise(data: st.DataObject, renderer: Renderer, g
     author = data.draw(st.lists(st.integers(0, 255), min_size=size, max_size=size))
     if data.draw(st.booleans()):
         author = [int(i >= len(opening)) for i in range(len(tokens))]
-    claim = np.array(tokens, dtype=np.int32), np.array(author, dtype=np.uint8)
+    claim = make_rollout(tokens, author, (), version=0, ending=data.draw(st.sampled_from(ENDINGS)))
     sampling = Sampling(1.0, data.draw(st.integers(1, 8)), data.draw(st.integers(1, 60)))
-    found = replay_rollout(game, renderer, game.task(0), *claim, data.draw(st.sampled_from(ENDINGS)), sampling)
+    (found,) = replay_group(game, renderer, game.task(0), [claim], sampling)
     assert 0.0 <= found.reward <= 1.0
     assert found.position <= len(tokens)
 
@@ -176,22 +162,3 @@ def test_an_environment_error_is_reproduced_and_cannot_be_claimed(
     failed = [talk for talk in talks if talk.ending == "error"]
     assert failed and all(again(talk) == ReplayResult(0.0, "error") for talk in failed)
     assert all(again(talk, ending="environment").problem for talk in failed)
-
-
-def test_what_the_real_engine_plays_passes_replay_and_its_own_prefill(tmp_path: Path, sampling: Sampling) -> None:
-    make_tiny(TinyPolicy(width=32, layers=2, heads=2, kv_heads=1, mlp_width=32), tmp_path / "policy", 1, "float32")
-    engine, renderer = LocalEngine(threads=1), Renderer.from_directory(tmp_path / "policy")
-    engine.load(tmp_path / "policy", 0)
-    env = wordle.environment()
-    episodes = [EpisodeAttempt(env, env.task(i), sample_seed(bytes(32), i)) for i in range(32)]
-    talks = converse(engine, renderer, episodes, sampling)
-    assert max(len([who for who, _ in talk.texts if who == "policy"]) for talk in talks) > 1
-    for talk in talks:
-        assert again(talk) == ReplayResult(talk.reward, talk.ending)
-    requests = [
-        ScoreRequest(talk.tokens, np.flatnonzero(talk.author).tolist(), episode.seed)
-        for talk, episode in zip(talks, episodes, strict=True)
-    ]
-    for talk, score in zip(talks, engine.score(requests, 1.0), strict=True):
-        assert np.allclose(score.logprobs_P, talk.logprobs, atol=1e-4)
-        assert score.gaps_P.max() < 1e-4

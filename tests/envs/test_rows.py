@@ -11,25 +11,24 @@ import pytest
 
 from shoal.chat.messages import Written
 from shoal.chat.renderer import Renderer
-from shoal.config import EnvConfig, SftConfig, TinyPolicy
+from shoal.config import EnvConfig, TinyPolicy
 from shoal.engine.native import LocalEngine
 from shoal.env import Env, Step
 from shoal.envs.lint import check_env
 from shoal.envs.load import load_env
-from shoal.envs.play import EpisodeAttempt, converse, play_block, play_scripted
+from shoal.envs.play_episodes import EpisodeAttempt, converse, play_block, play_scripted
 from shoal.envs.replay import ReplayResult, replay_group, retell
-from shoal.envs.rollout import Conversation
-from shoal.envs.run_settings import with_settings
-from shoal.errors import ConfigError, ShoalError
-from shoal.jobs.cold_start_examples import scripted_games
+from shoal.envs.rollout_rules import Conversation
+from shoal.envs.settings_wrapper import with_settings
+from shoal.errors import ShoalError
 from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
-from shoal.protocol.encoding import digest, to_msgpack
-from shoal.protocol.messages import Block, Rollout, Sampling, Slot, make_rollout
+from shoal.protocol.messages import Block, Rollout, Sampling, Slot
 from shoal.protocol.seed_chain import row_seed, sample_seed
-from shoal.verification.context import by_group, score_requests
+from shoal.verification.check_context import by_group, score_requests
 from tests.envs import musing, pile
 from tests.envs.lies import LIES
+from tests.envs.plain import Plain
 from tests.models.templates import ADD, renderer_of, spell
 
 SAMPLING = Sampling(1.0, 16, 80, 400)
@@ -70,13 +69,6 @@ def shown(renderer: Renderer, talk: Conversation) -> list[str]:
     return [spell(renderer, row.tokens) for row in talk.rows]
 
 
-def test_the_bytes_of_a_rollout_with_one_row_are_those_of_before_there_were_rows() -> None:
-    rollout = make_rollout([5, 6, 7, 8], [0, 1, 0, 2], [-1.0, -0.5], version=3, ending="stop")
-    assert digest(to_msgpack(rollout)) == "57f4699d630945c52c421553857128c0a49b7250a4884becd4c1b3ad9ee2944f"
-    assert "starts" in msgspec.msgpack.decode(to_msgpack(msgspec.structs.replace(rollout, starts=(2,))))
-    assert "max_rollout_tokens" not in msgspec.json.decode(msgspec.json.encode(Sampling(1.0, 2, 3)))
-
-
 def test_each_seat_has_a_row_and_only_the_one_that_learns_is_learned_from(renderer: Renderer) -> None:
     env = pile.environment()
     talk = scripted(env, renderer, 3)
@@ -84,21 +76,10 @@ def test_each_seat_has_a_row_and_only_the_one_that_learns_is_learned_from(render
         "<|user|>first, 5 left<|end|><|assistant|>go<|end|><|user|>3 left<|end|><|assistant|>go<|end|>",
         "<|user|>second, 4 left<|end|><|assistant|>go<|end|><|user|>2 left<|end|><|assistant|>a<|end|>",
     ]
-    assert [[author for author, _ in itertools.groupby(row.author)] for row in talk.rows] == [
-        [0, 2, 0, 2],
-        [0, 1, 0, 1],
-    ]
+    authors = [[author for author, _ in itertools.groupby(row.author)] for row in talk.rows]
+    assert authors == [[0, 2, 0, 2], [0, 1, 0, 1]]
     assert (talk.reward, talk.starts) == (1.0, (len(talk.rows[0].tokens),))
-    assert [who for who, _ in talk.texts][:8] == [
-        "user",
-        "policy",
-        "user",
-        "seat 1",
-        "user",
-        "policy",
-        "user",
-        "seat 1",
-    ]
+    assert [who for who, _ in talk.texts][:8] == ["user", "policy", "user", "seat 1"] * 2
     rollout = talk.rollout(0)
     assert [row.start for row in rollout.rows()] == [0, *talk.starts]
     assert sum(len(row.logprobs_P) for row in rollout.rows()) == rollout.num_policy_tokens()
@@ -123,8 +104,6 @@ def test_appending_keeps_one_row_and_so_does_a_template_that_shows_thoughts(
     env = musing.environment()
     appending = with_settings(env, EnvConfig("musing", history="append"))
     assert scripted(env, renderer, 2).starts == () == scripted(appending, thinker, 2).starts
-    with pytest.raises(ConfigError, match="history = 'forget'; known are append, template"):
-        with_settings(env, EnvConfig("musing", history="forget"))  # type: ignore[arg-type]
 
 
 def test_tokens_that_text_would_not_give_come_back_as_they_were_written() -> None:
@@ -140,11 +119,8 @@ def test_tokens_that_text_would_not_give_come_back_as_they_were_written() -> Non
 
 
 def test_between_tool_calls_qwen3_shows_its_thoughts_so_no_row_opens() -> None:
-    class Adding(Env):
+    class Adding(Plain):
         name, num_tasks, tools, history = "adding", 1, (ADD,), "template"
-
-        def task(self, index: int, heldout: bool = False) -> int:
-            return index
 
         def reset(self, task: int) -> Any:
             return 0, [{"role": "user", "content": "go"}]
@@ -152,9 +128,6 @@ def test_between_tool_calls_qwen3_shows_its_thoughts_so_no_row_opens() -> None:
         def step(self, state: int, action: Any) -> Step:
             calls = [{"role": "tool", "tool_call_id": "mine", "name": "add", "content": "7"}]
             return Step(state + 1, calls if action.tool_calls else "and now?", state == 3)
-
-        def score(self, state: int) -> float:
-            return 1.0
 
     renderer, env = renderer_of("qwen3"), Adding()
     talk = Conversation(env, renderer, 0, Sampling(1.0, 200, 2000, 9000))
@@ -170,13 +143,10 @@ def test_between_tool_calls_qwen3_shows_its_thoughts_so_no_row_opens() -> None:
     assert not replayed(env, renderer, 0, talk.rollout(0), talk.sampling).problem
 
 
-class Forgetting(Env):
+class Forgetting(Plain):
     """It shortens the context after each turn to the latest one."""
 
     name, num_tasks = "forgetting", 2
-
-    def task(self, index: int, heldout: bool = False) -> int:
-        return index
 
     def reset(self, task: int) -> Any:
         return 0, [{"role": "user", "content": "begin"}]
@@ -186,9 +156,6 @@ class Forgetting(Env):
             return Step(state, [Written(9), {"role": "user", "content": "on"}], False, restart=True)
         whole = [{"role": "user", "content": "so far"}, Written(state), {"role": "user", "content": "on"}]
         return Step(state + 1, whole, state == 2, restart=True)
-
-    def score(self, state: int) -> float:
-        return 0.5
 
 
 def test_an_environment_may_begin_a_context_anew_with_turns_of_the_policy(renderer: Renderer) -> None:
@@ -316,11 +283,3 @@ def test_the_engine_remembers_one_row_of_each_episode(random_engine: Any, render
     assert max(held) == 8 and not open_names and {len(talk.rows) for talk in talks} == {2}
     seeds = {request.seed for call in engine.calls for request in call}
     assert seeds == {row_seed(episode.seed, row) for episode in episodes for row in (0, 1)}
-
-
-def test_a_cold_start_imitates_the_rows_that_teach(thinker: Renderer) -> None:
-    def games(file: str | None) -> list[tuple[list[int], list[int]]]:
-        return scripted_games(SftConfig(name="cold", env=EnvConfig(str(file)), episodes=3, max_tokens=300), thinker)
-
-    assert [(len(games(module.__file__))) for module in (pile, musing)] == [3, 9]
-    assert all(set(author) == {0, 1} for _, author in games(pile.__file__))

@@ -14,14 +14,14 @@ from shoal.config import EnvConfig
 from shoal.env import Env, Message, Score, Scored, Step
 from shoal.envs.evaluate import evaluate
 from shoal.envs.exceptions import RewardOutOfBounds
-from shoal.envs.interface import AuthorError, Earned, earned
-from shoal.envs.isolated.environment import in_process
+from shoal.envs.interface import Earned, earned
+from shoal.envs.isolated.environment import in_child
 from shoal.envs.lint import check_env
 from shoal.envs.load import load_env
 from shoal.envs.make_env import make_env
 from shoal.envs.replay import replay_group
-from shoal.envs.rollout import Conversation
-from shoal.envs.run_settings import with_settings
+from shoal.envs.rollout_rules import Conversation
+from shoal.envs.settings_wrapper import with_settings
 from shoal.errors import ConfigError
 from shoal.protocol.messages import Rollout, Sampling
 
@@ -71,34 +71,6 @@ def test_a_score_may_be_a_number_of_numpy(score: Any) -> None:
     assert type(earned(Unit(), [Score({"right": score})]).parts["right"]) is float
 
 
-@pytest.mark.parametrize("score", ["1.0", None, [1.0], 1j])
-def test_a_score_that_is_no_number_is_a_fault(score: Any) -> None:
-    for scored in ([score], [Score({"right": score})]):
-        with pytest.raises(TypeError, match=r"not a number: give float\(...\)"):
-            earned(Unit(), scored)
-
-
-def test_a_file_that_scores_with_numpy_is_learned_from_and_one_that_gives_a_text_fails_alike(tmp_path: Path) -> None:
-    """In processes of its own, as a run plays it."""
-    for gives, fails in (("numpy.float64(0.5)", False), ("numpy.float32(0.5)", False), ("'0.5'", True), ("None", True)):
-        file = tmp_path / f"env{len(gives)}.py"
-        file.write_text(
-            "import numpy\nfrom shoal.env import Env, Step\n\n\nclass Own(Env):\n    name, num_tasks = 'own', 4\n\n"
-            "    def task(self, index, heldout=False):\n        return index\n\n"
-            "    def reset(self, task):\n        return task, [{'role': 'user', 'content': 'a'}]\n\n"
-            "    def step(self, state, action):\n        return Step(state, None, True)\n\n"
-            f"    def score(self, state):\n        return {gives}\n\n\nenvironment = Own\n"
-        )
-        env: Any = in_process(file, {}, "environment")
-        state = env.step(env.reset(env.task(0))[0], "a").state
-        if fails:
-            with pytest.raises(AuthorError, match="not a number"):
-                env.score(state)
-        else:
-            assert env.score(state) == 0.5
-        env.pool.close()
-
-
 def test_a_rounded_sum_is_the_bound() -> None:
     rounded = 1.0000000000000002  # what 1 / 9, added nine times, gives in Python 3.11
     assert earned(Unit(), [rounded]).reward == 1.0 < rounded
@@ -132,7 +104,7 @@ def test_parts_times_their_weights_and_the_rewards_of_turns_are_the_reward(rende
     talk = talk_of(Parts(), renderer, "no", "yes")
     assert talk.reward == pytest.approx(0.25 + 1.0 + 0.1 * 1.0)
     assert talk.parts == {"right": 1.0, "brief": 1.0} and talk.metrics == {"letters": 5.0}
-    assert talk.turn_rewards == [0.25, 0.0]
+    assert talk.episode.turn_rewards == [0.25, 0.0]
 
 
 def test_a_run_file_may_give_the_parts_other_weights(renderer: Renderer) -> None:
@@ -170,22 +142,6 @@ def test_a_comparison_that_fails_gives_all_the_lowest_reward(given: Any, rendere
     assert rewards(env, renderer, talks) == [-1.0, -1.0]
     finding = {one.check: one for one in check_env(env, tasks=2)}["group scores"]
     assert finding.outcome == "failed"
-
-
-def test_a_failed_rollout_is_not_compared(renderer: Renderer) -> None:
-    class Raising(Parts):
-        def step(self, state: tuple[str, ...], action: str) -> Step:
-            if action == "bad":
-                raise KeyError(action)
-            return super().step(state, action)
-
-        def group_scores(self, states: Sequence[Any]) -> list[Scored]:
-            assert len(states) == 2
-            return super().group_scores(states)
-
-    env = Raising()
-    talks = [talk_of(env, renderer, *texts) for texts in (("no", "yes"), ("bad",), ("b", "b"))]
-    assert rewards(env, renderer, talks) == pytest.approx([1.35, -1.0, 0.85])
 
 
 class Coached(Parts):
@@ -226,10 +182,6 @@ def test_a_malformed_score_is_refused(scored: Score, says: str) -> None:
         earned(Parts(), [scored])
 
 
-def test_a_number_is_taken_as_it_is() -> None:
-    assert earned(Parts(), [0.1]) == Earned(0.1, {}, {}) and earned(Parts(), [1], [0.25, 0.25]).reward == 1.5
-
-
 def test_evaluation_reports_parts_and_metrics_and_compares_the_episodes_of_a_task(
     answering_engine: Any, renderer: Renderer
 ) -> None:
@@ -242,6 +194,14 @@ def test_an_environment_of_parts_passes_its_checks() -> None:
     findings = {one.check: one for one in check_env(Parts(), tasks=4)}
     assert [one.check for one in findings.values() if one.outcome == "failed"] == []
     assert findings["group scores"].detail == "4 groups compared, the same way twice"
+
+
+def test_the_check_of_groups_adds_what_turns_earn() -> None:
+    class Rich(Parts):
+        reward_bounds = (-1.0, 0.7)  # enough for 0.1 and 0.5 of the scores, and not for 0.25 of the first turn as well
+
+    failed = {one.check: one.detail for one in check_env(Rich(), tasks=2) if one.outcome == "failed"}
+    assert "0.85 is outside reward_bounds" in failed["group scores"]
 
 
 FORGETFUL = """
@@ -261,17 +221,13 @@ environment = Forgetful
 """
 
 
-@pytest.mark.parametrize("opener", [make_env, in_process])
+@pytest.mark.parametrize("opener", [make_env, in_child])
 @pytest.mark.parametrize(
     ("gives", "says"),
     [
         (("0.0", "None"), "line 10: score(): TypeError: the score is None, not a number"),
-        (("0.0", "'1'"), "line 10: score(): TypeError: the score is '1', not a number"),
         (("0.0", "7.0"), "line 10: score(): RewardOutOfBounds: score 7.0 is outside"),
-        (
-            ("'x'", "1.0"),
-            "line 8: step(): TypeError: the reward of a step is 'x', not a number",
-        ),
+        (("'x'", "1.0"), "line 8: step(): TypeError: the reward of a step is 'x', not a number"),
         (("0.0", "1 / 0"), "line 12: ZeroDivisionError: division by zero"),
     ],
 )
@@ -285,6 +241,12 @@ def test_what_an_environment_must_not_return_is_told_with_its_authors_function_a
     knows_line = opener is make_env or "outside" not in says  # bounds are compared where no line is known
     says = f"forgetful.py {says}" if knows_line else says.partition(": ")[2]
     assert talk.ending == "error" and says in talk.fault and talk.public_fault.startswith(says)
+
+
+def test_a_file_may_score_with_numpy(renderer: Renderer, tmp_path: Path) -> None:
+    file = tmp_path / "forgetful.py"
+    file.write_text(FORGETFUL.replace("STEP", "0.0").replace("SCORE", "__import__('numpy').float32(0.5)"))
+    assert talk_of(in_child(file, {}, "environment"), renderer, "a").reward == 0.5
 
 
 class Torn(Parts):

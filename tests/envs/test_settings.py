@@ -2,23 +2,19 @@
 
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
-from shoal.chat.messages import arguments_of
 from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig
 from shoal.env import Action, Env, Message, Step, ToolCall
-from shoal.envs.in_process import OwnEnv
-from shoal.envs.interface import is_decided, success_of, task_of
+from shoal.envs.interface import describe, success_of, task_of
 from shoal.envs.load import env_digest, env_of, load_env, load_run_envs
-from shoal.envs.replay import replay_rollout
-from shoal.envs.rollout import Conversation
-from shoal.envs.run_settings import limits_of, with_settings
+from shoal.envs.replay import replay_group
+from shoal.envs.rollout_rules import Conversation
+from shoal.envs.settings_wrapper import limits_of, with_settings
 from shoal.errors import ShoalError
-from shoal.protocol.encoding import from_json, to_json
 from shoal.protocol.messages import EnvSpec, Sampling
+from tests.envs.plain import Plain
 from tests.models.templates import ADD, renderer_of, spell
 
 EXAMPLES = ({"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"})
@@ -40,14 +36,11 @@ def test_a_system_prompt_and_examples_come_before_the_task() -> None:
     )
 
 
-class Asking(Env):
+class Asking(Plain):
     """It has a system prompt and a tool of its own, and answers a call by two results."""
 
     name, num_tasks, tools = "asking", 2, (ADD,)
     template = {"enable_thinking": False, "date": "2030-01-01"}
-
-    def task(self, index: int, heldout: bool = False) -> int:
-        return index
 
     def reset(self, task: int) -> tuple[int, list[Message]]:
         return 0, [{"role": "system", "content": "ITS OWN"}, {"role": "user", "content": "GO"}]
@@ -63,7 +56,7 @@ class Asking(Env):
 def test_the_runs_system_prompt_takes_the_place_of_the_environments() -> None:
     env = with_settings(Asking(), EnvConfig("asking", system="THE RUN'S", template={"date": "2031-01-01"}))
     assert [message["content"] for message in env.reset(0)[1]] == ["THE RUN'S", "GO"]
-    assert arguments_of(env) == {"tools": [ADD], "enable_thinking": False, "date": "2031-01-01"}
+    assert describe(env).arguments == {"tools": [ADD], "enable_thinking": False, "date": "2031-01-01"}
     assert with_settings(env, EnvConfig("asking")) is env
 
 
@@ -81,10 +74,9 @@ def test_tools_and_template_arguments_reach_the_prompt_and_a_reply_may_be_severa
     assert '"name": "add"' in text and text.count("<think>\n\n</think>") == 2  # two prompts, without thinking
     assert text.count("<tool_response>") == 2 and text.index("RESULT 1") < text.index("RESULT 2")
     assert ("tool", "RESULT 1") in talk.texts
-    claim = np.array(talk.tokens, np.int32), np.array(talk.author, np.uint8)
-    assert not replay_rollout(Asking(), renderer, 0, *claim, "environment", sampling).problem
+    assert not replay_group(Asking(), renderer, 0, [talk.rollout(0)], sampling)[0].problem
     other = with_settings(Asking(), EnvConfig("asking", template={"enable_thinking": True}))
-    assert replay_rollout(other, renderer, 0, *claim, "environment", sampling).problem
+    assert replay_group(other, renderer, 0, [talk.rollout(0)], sampling)[0].problem
 
 
 def test_an_environment_may_have_lower_token_limits(renderer: Renderer) -> None:
@@ -115,13 +107,6 @@ def test_settings_that_cannot_be_used_are_refused_in_one_line(settings: dict[str
     assert "\n" not in str(refused.value)
 
 
-def test_settings_are_on_the_wire_only_if_they_are_set() -> None:
-    plain, set_ = spec(), spec(system="be brief", examples=EXAMPLES, template={"date": "2030-01-01"}, max_tokens=99)
-    new = {"system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "shaping"}
-    assert not new & msgspec.json.decode(to_json(plain)).keys()
-    assert from_json(to_json(set_), EnvSpec) == set_
-
-
 class Calculator(Asking):
     """It adds what the policy asks it to, and remembers what it was told."""
 
@@ -139,23 +124,16 @@ class Calculator(Asking):
         return 1.0 if state and "7" in state[1] else 0.0
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3_5_think", "gptoss", "gemma4_v5", "glm4moe", "deepseekv3", "llama3_1", "lfm2_2_5"]
-)
+@pytest.mark.parametrize("name", ["qwen3_5_think", "gptoss", "gemma4_v5", "llama3_1"])
 def test_a_policy_calls_a_tool_and_uses_its_result(name: str) -> None:
     renderer, sampling, env = renderer_of(name), Sampling(1.0, 600, 6000), Calculator()
     talk = Conversation(env, renderer, 0, sampling)
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 3, "b": 4}}}],
-    }
-    talk.write(renderer.written(call, arguments_of(env)))
+    calls = [{"function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]
+    talk.write(renderer.written({"role": "assistant", "content": "", "tool_calls": calls}, describe(env).arguments))
     assert talk.state[2] == (ToolCall("add", {"a": 3, "b": 4}),) and talk.state[3] == ()
-    talk.write(renderer.written({"role": "assistant", "content": "it is 7"}, arguments_of(env)))
+    talk.write(renderer.written({"role": "assistant", "content": "it is 7"}, describe(env).arguments))
     assert talk.reward == 1.0 and talk.state[1] == "it is 7" and ("tool", "7") in talk.texts
-    claim = np.array(talk.tokens, np.int32), np.array(talk.author, np.uint8)
-    assert replay_rollout(env, renderer, 0, *claim, "environment", sampling).reward == 1.0
+    assert replay_group(env, renderer, 0, [talk.rollout(0)], sampling)[0].reward == 1.0
 
 
 def test_a_run_file_may_name_another_notation() -> None:
@@ -163,19 +141,6 @@ def test_a_run_file_may_name_another_notation() -> None:
     talk = Conversation(env, renderer, 0, Sampling(1.0, 600, 6000))
     talk.write([*renderer.encode('{"name": "add", "parameters": {"a": 1}}'), renderer.eos_id])
     assert talk.state[2] == (ToolCall("add", {"a": 1}),)
-
-
-class Won(Asking):
-    """It says which episodes are won."""
-
-    def success(self, state: int) -> bool:
-        return state == 2
-
-
-@pytest.mark.parametrize("passed_on_by", [lambda env: with_settings(env, EnvConfig("a", system="x")), OwnEnv])
-def test_what_passes_an_environment_on_says_which_episodes_are_won_on_every_python(passed_on_by: Any) -> None:
-    assert is_decided(passed_on_by(Won())) and not is_decided(passed_on_by(Asking()))
-    assert success_of(passed_on_by(Won()), 2) is True
 
 
 def test_two_environments_of_one_class_are_named_by_their_labels() -> None:

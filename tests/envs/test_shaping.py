@@ -4,8 +4,6 @@ import math
 from collections import Counter
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
 from shoal.chat.renderer import Renderer
@@ -13,15 +11,15 @@ from shoal.config import EnvConfig, load_run
 from shoal.env import Env, Message, Score, Scored, Step
 from shoal.envs.interface import ShapedTask, solution_of, task_of
 from shoal.envs.lint import check_env
-from shoal.envs.load import env_digest, env_of, load_env, load_run_envs
-from shoal.envs.replay import replay_group, replay_rollout
-from shoal.envs.rollout import Conversation
-from shoal.envs.run_settings import target_of, with_settings
+from shoal.envs.load import env_of, load_env
+from shoal.envs.replay import replay_group
+from shoal.envs.rollout_rules import Conversation
+from shoal.envs.settings_wrapper import target_of, with_settings
 from shoal.errors import ConfigError, ShoalError
-from shoal.protocol.encoding import from_json, to_json
-from shoal.protocol.messages import EnvSpec, Sampling
+from shoal.protocol.messages import Sampling
 from shoal.protocol.messages.run import LengthTarget, OverlongPenalty, RepetitionPenalty, Shaping
 from tests.envs import pile
+from tests.envs.plain import Plain
 from tests.models.templates import renderer_of, spell
 
 SAMPLING = Sampling(1.0, 32, 200)
@@ -29,18 +27,10 @@ LENGTH = LengthTarget((4, 8), weight=0.01, say=" use {target}.")
 ALL = Shaping(LENGTH, OverlongPenalty(limit=10, buffer=4, weight=0.5), RepetitionPenalty(size=2, weight=0.2))
 
 
-class Free(Env):
+class Free(Plain):
     """Any text in two turns. Right is a text with an x. Siblings are compared by it, too."""
 
     name, num_tasks, num_heldout = "free", 64, 64
-
-    def task(self, index: int, heldout: bool = False) -> int:
-        if not 0 <= index < 64:
-            raise IndexError(index)
-        return index + 100 * heldout
-
-    def reset(self, task: int) -> tuple[tuple[str, ...], list[Message]]:
-        return (), [{"role": "user", "content": f"task {task}"}]
 
     def step(self, state: tuple[str, ...], action: str) -> Step:
         return Step((*state, str(action)), "again", len(state) == 1)
@@ -85,12 +75,11 @@ def test_terms_count_the_policys_tokens_and_are_parts_of_the_reward(renderer: Re
 def test_replay_finds_the_same_reward_from_the_tokens_alone(renderer: Renderer) -> None:
     env, told = shaped(Free()), shaped(Free())
     talk = talk_of(env, renderer, "xaa", "bbbb", index=5)
-    claim = np.array(talk.tokens, np.int32), np.array(talk.author, np.uint8)
-    found = replay_rollout(told, renderer, task_of(told, 5), *claim, "environment", SAMPLING)
+    (found,) = replay_group(told, renderer, task_of(told, 5), [talk.rollout(0)], SAMPLING)
     assert not found.problem and found.reward == talk.reward and found.earned is not None
     assert found.earned.parts == talk.parts
     other = next(i for i in range(64) if target_of(i, False, LENGTH.targets) != target_of(5, False, LENGTH.targets))
-    refused = replay_rollout(told, renderer, task_of(told, other), *claim, "environment", SAMPLING)
+    (refused,) = replay_group(told, renderer, task_of(told, other), [talk.rollout(0)], SAMPLING)
     assert refused.problem and refused.reward == min(told.reward_bounds)
 
 
@@ -166,12 +155,6 @@ def test_rounding_puts_no_rollout_below_the_lowest_reward(renderer: Renderer) ->
     assert talk.ending == "environment" and talk.reward == min(talk.env.reward_bounds)
 
 
-def test_without_shaping_an_environment_is_as_before(renderer: Renderer) -> None:
-    plain, system = Free(), with_settings(Free(), EnvConfig("free", system="RUN"))
-    assert system.reward_bounds == plain.reward_bounds and system.task(3) == plain.task(3) == 3
-    assert talk_of(system, renderer, "x", "a").parts == {"right": 1.0}
-
-
 @pytest.mark.parametrize(
     ("shaping", "says"),
     [
@@ -200,14 +183,6 @@ def test_a_run_file_names_the_terms_and_mistakes_name_the_key(tmp_path: Any) -> 
     assert config.envs[0].shaping == Shaping(LengthTarget((4, 8), weight=0.5))
     with pytest.raises(ConfigError, match="target"):
         load_run(path, ["envs.0.shaping.length.target=4"])
-
-
-def test_shaping_is_on_the_wire_only_if_it_is_set() -> None:
-    plain = EnvSpec("arithmetic", env_digest("arithmetic"), load_env("arithmetic", {}).num_tasks, 1.0, {})
-    spec = msgspec.structs.replace(plain, shaping=ALL)
-    assert b"shaping" not in to_json(plain) and from_json(to_json(spec), EnvSpec) == spec
-    env = load_run_envs([spec], own_files=False)["arithmetic"]
-    assert min(env.reward_bounds) < 0
 
 
 def test_a_shaped_environment_passes_its_checks() -> None:

@@ -6,12 +6,12 @@ import pytest
 
 from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.envs.play import play_block
+from shoal.envs.play_episodes import play_block
 from shoal.envs.replay import replay_group
-from shoal.envs.rollout import Conversation
+from shoal.envs.rollout_rules import Conversation
 from shoal.models.random_model import make_tiny
 from shoal.protocol.messages import Block, Sampling, Slot
-from shoal.verification.model_free import shape
+from shoal.verification.checks_without_model import shape
 from tests.envs.conftest import RandomEngine
 from tests.envs.silent import Silent, with_template
 

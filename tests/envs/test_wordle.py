@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shoal.envs.builtin.wordle import NOT_A_WORD, environment, marks, shuffled_words
+from shoal.envs.builtin.wordle import NOT_A_WORD, environment, marks
 from shoal.envs.builtin.wordle_words import WORDS
 from shoal.errors import ConfigError
 
@@ -45,11 +45,6 @@ def test_heldout_words_are_never_training_answers_and_all_are_legal(args: dict[s
     assert len(env.legal) == args.get("num_words", len(WORDS))
 
 
-def test_smaller_lists_are_part_of_larger_ones_and_spelling_does_not_matter() -> None:
-    assert set(environment(num_words=256).words) < set(environment(num_words=400).words)
-    assert len({word[0] for word in shuffled_words()[:256]}) > 15
-
-
 def test_guess_is_answered_and_a_win_ends_the_game() -> None:
     env = environment(num_words=len(WORDS))
     state, opening = env.reset("cater" if "cater" in env.legal else "trace")
@@ -72,15 +67,13 @@ def test_a_non_word_uses_no_guess_but_the_third_one_ends_the_game() -> None:
     assert done
 
 
-def test_sixth_wrong_guess_ends_the_game_and_partial_credit_stays_below_a_win() -> None:
+def test_sixth_wrong_guess_ends_the_game() -> None:
     env = environment()
-    answer = env.task(0)
-    state, _ = env.reset(answer)
-    for turn, guess in enumerate([word for word in env.words if word != answer][:6]):
+    state, _ = env.reset(env.task(0))
+    for turn, guess in enumerate([word for word in env.words if word != state.answer][:6]):
         state, _, done, *_ = env.step(state, guess)
         assert done == (turn == 5)
     assert not env.success(state)
-    assert 0.0 <= env.score(state) <= 0.5
 
 
 def test_partial_credit_equals_the_numbers_worked_by_hand() -> None:
@@ -106,22 +99,6 @@ def test_careless_player_ignores_the_marks_in_about_half_of_its_games() -> None:
         openings.add(state.guesses[0])
     assert openings == {"arise"}
     assert 0.35 * 200 < wins < 0.65 * 200
-
-
-@pytest.mark.parametrize("num_words", [256, len(WORDS)])
-def test_right_player_wins_above_90_percent_and_wrong_player_never(num_words: int) -> None:
-    env = environment(num_words=num_words)
-    rng, wins = random.Random(0), {"right": 0, "wrong": 0}
-    for name in wins:
-        player = env.players()[name]
-        for index in range(150):
-            state, _ = env.reset(env.task(index))
-            done = False
-            while not done:
-                state, _, done, *_ = env.step(state, player(state, rng))
-            wins[name] += env.success(state)
-    assert wins["right"] > 0.9 * 150
-    assert wins["wrong"] == 0
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,11 @@ from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.state import state_hash
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest
+from shoal.protocol.messages import AdminRequest
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman
 from tests.ledger.ledger_fixture import World
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run
 
 DAY_S = 24 * 3600.0
 
@@ -63,11 +64,11 @@ def record_kills(root: Path) -> Path:
 
 def record_liar(root: Path) -> Path:
     """Three validators of which one refuses everything, an honest worker and one that forges."""
-    town = Town(root / "run", tiny_run(validators={"count": 3}, rollouts={"max_staleness": 1}))
-    judges = [_validator(town, 0, Hangman), _validator(town, 1), _validator(town, 2)]
-    workers = [town.worker("honest"), town.worker("forger", "other-seed")]
-    asyncio.run(town.live(town.trainer(), *workers, *judges))
-    return town.folder.root
+    testbed = RunTestbed(root / "run", tiny_run(validators={"count": 3}, rollouts={"max_staleness": 1}))
+    judges = [_validator(testbed, 0, Hangman), _validator(testbed, 1), _validator(testbed, 2)]
+    workers = [testbed.worker("honest"), testbed.worker("forger", "other-seed")]
+    asyncio.run(testbed.live(testbed.trainer(), *workers, *judges))
+    return testbed.folder.root
 
 
 def record_members(root: Path) -> Path:
@@ -77,46 +78,48 @@ def record_members(root: Path) -> Path:
     def clock() -> float:
         return time.time() + ahead_s
 
-    town = Town(root / "run", tiny_run(validators={"count": 3}, steps=40, rollouts={"lease_s": 1.0}), clock=clock)
-    stranger = town.client(root / "stranger.key")
+    testbed = RunTestbed(
+        root / "run", tiny_run(validators={"count": 3}, steps=40, rollouts={"lease_s": 1.0}), clock=clock
+    )
+    stranger = testbed.client(root / "stranger.key")
 
     async def take_and_drop() -> None:
         stranger.run = (await stranger.get_json("/v1/run", t.RunInfo)).run
         await stranger.post_json("/v1/nodes", t.Join("worker", "x", 0.0, "i", "float32", "cpu"), t.NodeState)
         while True:
-            held = tuple(lease.id for lease in town.desk.state.open_leases_of(stranger.key.public))
+            held = tuple(lease.id for lease in testbed.coordinator.state.open_leases_of(stranger.key.public))
             await stranger.post_json("/v1/leases", t.LeaseRequest(held), t.LeaseAnswer)
             await asyncio.sleep(0.05)
 
     async def until(version: int) -> None:
-        while town.desk.state.main.version < version:
+        while testbed.coordinator.state.main.version < version:
             await asyncio.sleep(0.05)
 
-    async def story() -> None:
+    async def scenario() -> None:
         nonlocal ahead_s
-        judges = [_validator(town, i, clock=clock) for i in range(3)]
-        workers = [town.worker("honest"), town.worker("forger", "other-seed")]
+        judges = [_validator(testbed, i, clock=clock) for i in range(3)]
+        workers = [testbed.worker("honest"), testbed.worker("forger", "other-seed")]
         async with asyncio.TaskGroup() as group:
             taker = group.create_task(take_and_drop())
-            life = group.create_task(town.live(town.trainer(), *workers, *judges, limit_s=200.0))
+            life = group.create_task(testbed.live(testbed.trainer(), *workers, *judges, limit_s=200.0))
             await until(2)
-            await town.desk.book.submit(Admin("pause", "", clock()))
+            await testbed.coordinator.log_writer.submit(Admin("pause", AdminRequest(), clock()))
             await asyncio.sleep(1.0)
-            before = town.desk.state.main.versions[town.desk.state.main.version].manifest
+            before = testbed.coordinator.state.main.versions[testbed.coordinator.state.main.version].manifest
             ahead_s = 5 * DAY_S
-            while town.desk.state.main.versions[town.desk.state.main.version].manifest == before:
+            while testbed.coordinator.state.main.versions[testbed.coordinator.state.main.version].manifest == before:
                 await asyncio.sleep(0.1)
-            await town.desk.book.submit(Admin("resume", "", clock()))
+            await testbed.coordinator.log_writer.submit(Admin("resume", AdminRequest(), clock()))
             await until(4)
             await until(6)
-            await town.desk.book.submit(Admin("drain", "", clock()))
-            while town.desk.state.phase != "ended":
+            await testbed.coordinator.log_writer.submit(Admin("drain", AdminRequest(), clock()))
+            while testbed.coordinator.state.phase != "ended":
                 await asyncio.sleep(0.1)
             taker.cancel()
             await life
 
-    asyncio.run(story())
-    return town.folder.root
+    asyncio.run(scenario())
+    return testbed.folder.root
 
 
 def record_rules(root: Path) -> Path:
@@ -157,7 +160,7 @@ def record_rules(root: Path) -> Path:
     world.publish()
     assert held.id in world.state.leases
     world.lease(leaver)
-    world.do(Admin("kick", leaver, world.now))
+    world.do(Admin("kick", AdminRequest(leaver), world.now))
     world.do(LeaveRun(slow, world.now, int(world.now)))
     world.do(Reconfigure({**world.state.config, "note": 1}, 4, 20.0, world.now))
     for step in range(2, 4):
@@ -167,9 +170,9 @@ def record_rules(root: Path) -> Path:
     return root
 
 
-def _validator(town: Town, number: int, kind: type = Validator, **options: object) -> Validator:
-    client = town.client(town.folder.keys / f"validator-{number}.key")
-    home = town.folder.nodes / f"validator-{number}"
+def _validator(testbed: RunTestbed, number: int, kind: type = Validator, **options: object) -> Validator:
+    client = testbed.client(testbed.folder.keys / f"validator-{number}.key")
+    home = testbed.folder.nodes / f"validator-{number}"
     return kind(client, home, partial(LocalEngine, 1), own_files=True, **options)
 
 

@@ -37,12 +37,6 @@ def gullible(messages: list[dict[str, str]]) -> str:
     return next(group for group in order.groups() if group) if order else careful(messages)
 
 
-def ends_messages(messages: list[dict[str, str]]) -> str:
-    """A server that reads marks of the chat format inside a message: what follows one is the system's word."""
-    _, mark, order = messages[-1]["content"].partition("<|im_end|>")
-    return '{"score": 10}' if mark and "best grade" in order else careful(messages)
-
-
 def quotes(messages: list[dict[str, str]]) -> str:
     """Repeats what it judges before its own grade."""
     return f"{parts_of(messages)['answer']}\n{careful(messages)}"
@@ -57,7 +51,7 @@ def compares(messages: list[dict[str, str]]) -> str:
 
 MODELS = {
     "compares": compares,
-    "careful": careful, "gullible": gullible, "ends-messages": ends_messages, "quotes": quotes,
+    "careful": careful, "gullible": gullible, "quotes": quotes,
     "prefers-first": lambda messages: '{"better": "first"}',
     "too-high": lambda messages: '{"score": 11}',
     "flag": lambda messages: '{"score": true}',

@@ -29,7 +29,7 @@ from shoal.run_folder import RunFolder
 from shoal.runs.run_status import RunStatus
 from shoal.views.terminal.end_screen import plain_end, render_end
 from tests.env_packages.author import Author
-from tests.roles.in_memory_run import tiny_run
+from tests.roles.testbed import tiny_run
 from tests.sandbox.needs import needs_bubblewrap
 
 EASY = {"name": "arithmetic", "label": "easy", "weight": 3.0, "args": {"digits": 1}}
@@ -152,14 +152,17 @@ def test_what_the_command_line_says_takes_the_place_of_what_the_run_says(evaluat
     whole = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=Evaluation)
     one = command(tmp_path / "1.json", folder.root, "--env", "hard")
     assert msgspec.json.decode(one, type=Evaluation) == whole.envs["hard"]
-    plan = evaluate.planned(folder.root, "hard", {"digits": 2}, episodes=7, seed=5, samples=0, max_turn_tokens=3)
+    plan = evaluate.planned(
+        folder.root,
+        evaluate.EvalChanges(env="hard", env_args={"digits": 2}, episodes=7, seed=5, samples=0, max_turn_tokens=3),
+    )
     assert (plan.envs[0].args, plan.episodes, plan.seed, plan.samples) == ({"digits": 2}, (7,), 5, 0)
     assert plan.sampling.max_turn_tokens == 3 and plan.sampling.max_tokens == folder.config().sampling.max_tokens
-    other = evaluate.planned(folder.root, "./mine.py", {"a": 1})
+    other = evaluate.planned(folder.root, evaluate.EvalChanges(env="./mine.py", env_args={"a": 1}))
     assert [(env.name, env.args) for env in other.envs] == [("./mine.py", {"a": 1})]
     assert (other.sampling.max_turn_tokens, other.sampling.max_tokens) == (64, 512)
     with pytest.raises(ConfigError, match="several environments: add --env with one of easy, hard"):
-        evaluate.planned(folder.root, "", {"digits": 2})
+        evaluate.planned(folder.root, evaluate.EvalChanges(env="", env_args={"digits": 2}))
 
 
 def test_a_run_without_evaluations_is_evaluated_when_asked(evaluated):
@@ -290,14 +293,6 @@ def test_summary_has_the_figures_and_a_game_of_each_environment(evaluated):
             "hard": (figures | {"measure"}, 4),
         }
     assert [label for label, _ in end.games] == ["easy", "hard"]
-
-
-def test_summary_of_one_environment_has_no_figures_by_environment(evaluated):
-    folder = evaluated(HARD)
-    end = write_summary(folder, folder.config(), RunStatus("town", "x", 3), UsageBook(folder.root / "usage.json"))
-    for found in msgspec.json.decode(folder.summary.read_bytes())["heldout"].values():
-        assert found.keys() == {"mean", "low95", "high95", "episodes", "faults", "measure"}
-    assert [label for label, _ in end.games] == ["hard"]
 
 
 @needs_bubblewrap

@@ -13,10 +13,11 @@ from shoal.config import TinyPolicy
 from shoal.errors import ConfigError, StateError
 from shoal.jobs import merge_adapter as role
 from shoal.models.checkpoint import load_policy, save_policy
-from shoal.models.config import ModelConfig, write_json
+from shoal.models.config import write_json
 from shoal.models.lora import begin_adapter
 from shoal.models.lora_config import AdapterSpec
 from shoal.models.random_model import make_tiny
+from shoal.models.transformer_config import TransformerConfig
 from shoal.weights.base_model import base_of, link_from
 
 TINY = TinyPolicy(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, max_positions=64)
@@ -78,11 +79,11 @@ from shoal.models.lora import begin_adapter
 from shoal.models.lora_config import AdapterSpec
 from shoal.models.checkpoint import load_policy, save_policy
 from shoal.models.transformer import Transformer
-from shoal.models.config import ModelConfig
+from shoal.models.transformer_config import TransformerConfig
 from shoal.models.random_model import initialise
 from shoal.jobs import merge_adapter as merge
 
-folder, spec = Path(sys.argv[1]), ModelConfig(**json.loads(sys.argv[2]))
+folder, spec = Path(sys.argv[1]), TransformerConfig(**json.loads(sys.argv[2]))
 model = Transformer(spec)
 initialise(model, 1)
 save_policy(model, folder / "base", "float32")
@@ -111,7 +112,7 @@ def test_a_merge_takes_at_most_what_it_is_said_to_need_and_not_much_less(tmp_pat
     )  # fmt: skip
     command = [sys.executable, "-c", MEASURE, str(tmp_path), json.dumps(spec)]
     took = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-    need = role.needs_of_merge(ModelConfig(**{**spec, "eos_ids": (0,)}), AdapterSpec(8, 8.0))
+    need = role.needs_of_merge(TransformerConfig(**{**spec, "eos_ids": (0,)}), AdapterSpec(8, 8.0))
     spare = 30_000_000  # code of torch that is read at its first use
     assert took < need + spare and need < 2 * took + spare, f"{took / 1e6:.0f} MB, said {need / 1e6:.0f}"
 

@@ -53,7 +53,7 @@ name = "../games/nim"
 
 
 def test_an_environment_is_found_beside_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(ROOT / "environments" / "nim", tmp_path / "games" / "nim")
+    shutil.copytree(ROOT / "examples" / "environments" / "nim", tmp_path / "games" / "nim")
     recipe, elsewhere = tmp_path / "recipes" / "small.toml", tmp_path / "a" / "b"
     for folder in (recipe.parent, elsewhere):
         folder.mkdir(parents=True)
@@ -111,15 +111,14 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int, number: signal.Signa
     monkeypatch.setattr(FineTuning, "step", stopped)
 
 
-@pytest.mark.parametrize(("number", "every"), [(signal.SIGINT, 0), (signal.SIGTERM, 5)])
 def test_a_stopped_cold_start_goes_on_to_the_same_bytes(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, every: int
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sft.main(recipe, tmp_path / "whole", [])
     with monkeypatch.context() as patched:
-        stop_after(patched, 7, number)
+        stop_after(patched, 7, signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
-            sft.main(recipe, tmp_path / "out", [f"eval_every={every}"])
+            sft.main(recipe, tmp_path / "out", ["eval_every=5"])
     assert not (tmp_path / "out").exists(), "what is not done must not look so"
     assert (tmp_path / "out-checkpoints" / "step000007" / "model.safetensors").exists()
     steps = list[int]()
@@ -247,12 +246,6 @@ def test_wins_are_shown_beside_the_loss_and_are_those_of_the_command_that_is_pri
         assert f"{100 * found['mean']:.1f}" == wins and found["episodes"] == 32 and "3 4 5" in str(found["transcripts"])
 
 
-def test_evaluations_change_no_weight(recipe: Path, tmp_path: Path) -> None:
-    sft.main(recipe, tmp_path / "plain", [])
-    sft.main(recipe, tmp_path / "watched", ["eval_every=3"])
-    assert weights(tmp_path / "plain") == weights(tmp_path / "watched")
-
-
 def test_it_stops_at_the_first_evaluation_that_reaches_the_share(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,13 +277,6 @@ def test_a_share_that_is_overshot_is_said_with_what_stops_earlier(
     monkeypatch.setattr(sft.SftEvaluation, "share", lambda evaluation, figures: next(coming))
     sft.main(recipe, tmp_path / "out", [f"eval_every={every}", "stop_at=0.4", "eval_episodes=2"])
     assert re.search(said, caplog.text) if said else "overshot" not in caplog.text
-
-
-def test_a_share_that_is_never_reached_is_said(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "sft"):
-        sft.main(recipe, tmp_path / "out", ["stop_at=1.0", "steps=2"])
-    assert "stop_at=1 was not reached in 2 steps: raise steps" in caplog.text and weights(tmp_path / "out")
-    assert "earns the lowest reward" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -343,10 +329,26 @@ environment = Shout
 """
 
 
-def test_an_answer_that_the_tokenizer_changes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "shout.py").write_text(SHOUT)
-    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
-    sft.main(tmp_path / "start.toml", tmp_path / "out", [])
+@pytest.fixture
+def shout(tmp_path: Path):
+    """Writes an environment like SHOUT with some of its text replaced, and gives the recipe that names it."""
+
+    def write(*pairs: tuple[str, str]) -> Path:
+        source = SHOUT
+        for now, then in pairs:
+            source = source.replace(now, then, 1)
+        (tmp_path / "shout.py").write_text(source)
+        (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", str(tmp_path / "shout.py")))
+        return tmp_path / "start.toml"
+
+    return write
+
+
+UPPER = "state.upper()"
+
+
+def test_an_answer_that_the_tokenizer_changes_is_told(tmp_path: Path, shout, caplog: pytest.LogCaptureFixture) -> None:
+    sft.main(shout(), tmp_path / "out", [])
     assert re.search("tokenizer makes '([a-d])' of '([A-D])', so it can never write", caplog.text)
     assert "the player right earns the lowest reward, 0, in all" in caplog.text
 
@@ -363,20 +365,11 @@ THINKING = """{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] +
     ],
 )  # fmt: skip
 def test_a_player_thinks_only_where_the_prompt_has_not_closed_the_thought(
-    tmp_path: Path, turn: str, shown: str | None
+    tmp_path: Path, shout, turn: str, shown: str | None
 ) -> None:
-    (tmp_path / "shout.py").write_text(SHOUT.replace("state.upper()", turn))
-    make_tiny(
-        TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=16, max_positions=400),
-        tmp_path / "m",
-        1,
-        "float32",
-    )
+    config = sft.load_sft(shout((UPPER, turn)), ["env.template={enable_thinking=false}"])
+    make_tiny(config.policy.tiny, tmp_path / "m", 1, "float32")
     (tmp_path / "m" / "chat_template.jinja").write_text(THINKING)
-    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
-    config = sft.load_sft(
-        tmp_path / "start.toml", ["env.template={enable_thinking=false}", f"env.name={tmp_path}/shout.py"]
-    )
     renderer = Renderer.from_directory(tmp_path / "m")
     if shown is None:
         with pytest.raises(
@@ -390,33 +383,29 @@ def test_a_player_thinks_only_where_the_prompt_has_not_closed_the_thought(
 
 
 def test_tools_whose_calls_nobody_reads_are_told_with_the_key_of_the_recipe(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, shout, caplog: pytest.LogCaptureFixture
 ) -> None:
     tools = '"shout", 4\n    tools = ({"type": "function", "function": {"name": "add", "parameters": {}}},)'
-    (tmp_path / "shout.py").write_text(SHOUT.replace('"shout", 4', tools).replace("state.upper()", "state"))
-    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
+    recipe = shout(('"shout", 4', tools), (UPPER, "state"))
     for parser, is_told in (("", True), ("hermes", False), ("none", False)):
         caplog.clear()
-        sft.main(tmp_path / "start.toml", tmp_path / f"out{parser}", [f"env.parser={parser}"] if parser else [])
+        sft.main(recipe, tmp_path / f"out{parser}", [f"env.parser={parser}"] if parser else [])
         found = re.findall(r"tool calls of shout are not read: .* Set env\.parser to one of hermes, ", caplog.text)
         assert len(found) == is_told
 
 
 def test_an_end_token_at_the_end_of_an_answer_is_that_of_its_turn_and_one_within_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, shout, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
     made = []
     for ending in ("", "<|end|>", "<|end|>\\n"):
-        (tmp_path / "shout.py").write_text(SHOUT.replace("state.upper()", f'state + "{ending}"'))
-        config = sft.load_sft(tmp_path / "start.toml")
-        config = replace_struct(config, env=sft.env_at(config.env, tmp_path))
+        config = sft.load_sft(shout((UPPER, f'state + "{ending}"')))
         make_tiny(config.policy.tiny, tmp_path / "tiny", 0, "float32")
         made.append(scripted_games(config, Renderer.from_directory(tmp_path / "tiny")))
     assert made[0] == made[1] == made[2] and "can never write" not in caplog.text
-    (tmp_path / "shout.py").write_text(SHOUT.replace("state.upper()", 'state + "<|end|>b"'))
+    recipe = shout((UPPER, 'state + "<|end|>b"'))
     with pytest.raises(sft.ConfigError, match=r"player = right: it writes '[a-d]<\|end\|>b', .* reads '<\|end\|>'"):
-        sft.main(tmp_path / "start.toml", tmp_path / "out", [])
+        sft.main(recipe, tmp_path / "out", [])
 
 
 def test_max_tokens_limits_each_row_of_a_game_by_itself(tmp_path: Path) -> None:
@@ -434,18 +423,11 @@ def test_max_tokens_limits_each_row_of_a_game_by_itself(tmp_path: Path) -> None:
         scripted_games(replace_struct(config, max_tokens=longest - 1), renderer)
 
 
-def test_a_player_that_returns_a_message_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "shout.py").write_text(SHOUT.replace("state.upper()", "{'role': 'assistant', 'content': state}"))
-    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
-    with pytest.raises(ShoalError, match="a player returns a text, and the player right returned dict"):
-        sft.main(tmp_path / "start.toml", tmp_path / "out", [])
-
-
 @pytest.mark.parametrize(
     ("now", "then", "says"),
     [
         ("from shoal", "import sys; sys.exit(0)\nfrom shoal", r"cannot load .*: SystemExit: 0"),
-        ('return "abcd"[index]', 'return "ab"[index]', r"cannot make task 2: .*line 7: IndexError"),
+        ('return "abcd"[index]', 'return "ab"[index]', r"cannot make task [23]: .*line 7: IndexError"),
         ('return "abcd"[index]', "raise SystemExit", r"cannot make task 0: .*line 7: SystemExit"),
         (
             'return {"right": lambda',
@@ -453,6 +435,7 @@ def test_a_player_that_returns_a_message_is_refused(tmp_path: Path) -> None:
             r"players\(\) of shout fails: .*ZeroDivisionError",
         ),
         ("state.upper()", "__import__('sys').exit(0)", r"player = right fails: .*line 15: SystemExit: 0"),
+        (UPPER, "{'role': 'assistant', 'content': state}", "a text, and the player right returned dict"),
         ("state.upper()", "next(iter(()))", r"player = right fails: .*line 15: StopIteration"),
         ("state.upper()", "'\\ud800'", "half of a surrogate pair"),
         ("state, None, True", "type('Mute', (str,), {'__str__': len})(), 1", "each game of the player right fails"),
@@ -463,54 +446,43 @@ def test_a_player_that_returns_a_message_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_code_that_raises_is_named_in_one_line(now: str, then: str, says: str, tmp_path: Path) -> None:
+def test_code_that_raises_is_named_in_one_line(now: str, then: str, says: str, tmp_path: Path, shout) -> None:
     """None ends the command by itself: a shell would go on without the model."""
-    (tmp_path / "shout.py").write_text(SHOUT.replace(now, then, 1))
-    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
     with pytest.raises(ShoalError, match=says) as refused:
-        sft.main(tmp_path / "start.toml", tmp_path / "out", [])
+        sft.main(shout((now, then)), tmp_path / "out", [])
     assert "\n" not in str(refused.value)
 
 
 def test_games_that_no_row_can_hold_are_told_from_a_player_that_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cold_start_examples, "MOST_TOKENS", 8)
-    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
-    (tmp_path / "shout.py").write_text(SHOUT.replace('"content": task', '"content": task * 20'))
     with pytest.raises(sft.ConfigError, match="no game of environment shout fits in 8 tokens"):
-        sft.main(tmp_path / "start.toml", tmp_path / "out", ["max_tokens=7"])
+        sft.main(shout(('"content": task', '"content": task * 20')), tmp_path / "out", ["max_tokens=7"])
 
 
 @pytest.mark.parametrize("template", ["", "always the same", "{{ messages | length }}"])
-def test_a_template_that_shows_no_task_is_refused(template: str, tmp_path: Path) -> None:
-    (tmp_path / "shout.py").write_text(SHOUT.replace("state.upper()", "state"))
-    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
-    config = sft.load_sft(tmp_path / "start.toml")
+def test_a_template_that_shows_no_task_is_refused(template: str, tmp_path: Path, shout) -> None:
+    config = sft.load_sft(shout((UPPER, "state")))
     start = tmp_path / "tiny"
     make_tiny(config.policy.tiny, start, 0, "float32")
     (start / "chat_template.jinja").write_text(template)
     with pytest.raises(MessagesRefused, match=r"one prompt of any messages, so no task is shown"):
-        scripted_games(replace_struct(config, env=sft.env_at(config.env, tmp_path)), Renderer.from_directory(start))
+        scripted_games(config, Renderer.from_directory(start))
 
 
 @pytest.mark.parametrize(("heldout", "tasks", "both"), [("aybc", "training", "3 of 4"), ("wxyz", "training", ""),
                                                         ("wxyz", "all", "4 of 4")])  # fmt: skip
 def test_held_out_tasks_that_are_learned_from_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, heldout: str, tasks: str, both: str
+    tmp_path: Path, shout, caplog: pytest.LogCaptureFixture, heldout: str, tasks: str, both: str
 ) -> None:
-    env = SHOUT.replace('"abcd"[index]', f'("{heldout}" if heldout else "abcd")[index]')
-    (tmp_path / "shout.py").write_text(env.replace('num_tasks = "shout", 4', 'num_tasks, num_heldout = "shout", 4, 4'))
-    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
-    sft.main(tmp_path / "start.toml", tmp_path / "out", [f"tasks={tasks}"])
+    recipe = shout(
+        ('"abcd"[index]', f'("{heldout}" if heldout else "abcd")[index]'),
+        ('num_tasks = "shout", 4', 'num_tasks, num_heldout = "shout", 4, 4'),
+    )
+    sft.main(recipe, tmp_path / "out", [f"tasks={tasks}", "episodes=40"])
     found = re.findall(r"(\d+ of \d+) held-out tasks are among the training tasks", caplog.text)
     assert found == ([both] if both else [])
-
-
-@pytest.mark.parametrize("override", ["stop_at=1.4", "stop_at=nan", "eval_every=-1", "eval_episodes=0"])
-def test_evaluations_that_cannot_be_are_refused(recipe: Path, tmp_path: Path, override: str) -> None:
-    with pytest.raises(sft.ConfigError, match=f"{override.replace('=', ' = ')}: must be "):
-        sft.main(recipe, tmp_path / "out", [override])
 
 
 def test_a_recipe_without_a_learning_rate_gets_that_of_the_policys_size_which_is_said(
@@ -613,17 +585,8 @@ def test_what_no_path_can_be_is_refused_with_the_key(recipe: Path, tmp_path: Pat
 
 
 def test_ctrl_c_ends_the_command_with_its_exit_code(recipe: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "shoal.cli.main",
-        "sft",
-        str(recipe),
-        "--out",
-        str(tmp_path / "out"),
-        "--set",
-        "steps=99999",
-    ]
+    words = ["sft", str(recipe), "--out", str(tmp_path / "out"), "--set", "steps=99999"]
+    command = [sys.executable, "-m", "shoal.cli.main", *words]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
@@ -650,6 +613,10 @@ def test_ctrl_c_ends_the_command_with_its_exit_code(recipe: Path, tmp_path: Path
         (["steps=0"], "steps = 0: must be at least 1"),
         (["batch=0"], "batch = 0: must be at least 1"),
         (["episodes=-1"], "episodes = -1: must be at least 1"),
+        (["stop_at=1.4"], r"stop_at = 1\.4: must be "),
+        (["stop_at=nan"], "stop_at = nan: must be "),
+        (["eval_every=-1"], "eval_every = -1: must be "),
+        (["eval_episodes=0"], "eval_episodes = 0: must be "),
     ],
 )
 def test_a_recipe_that_cannot_train_is_refused_with_its_keys(
@@ -661,7 +628,7 @@ def test_a_recipe_that_cannot_train_is_refused_with_its_keys(
 
 
 def test_max_tokens_is_lowered_only_to_what_holds_each_prompt_and_an_answer(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "environments" / "nim", tmp_path / "games" / "nim")
+    shutil.copytree(ROOT / "examples" / "environments" / "nim", tmp_path / "games" / "nim")
     recipe = tmp_path / "recipes" / "small.toml"
     recipe.parent.mkdir()
     recipe.write_text(RECIPE.replace("episodes = 4", "episodes = 40"))
@@ -679,7 +646,7 @@ def test_games_that_are_too_long_are_left_out_whole_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first words of a game that was cut would teach an answer without its end."""
-    nim = shutil.copytree(ROOT / "environments" / "nim", tmp_path / "nim")
+    nim = shutil.copytree(ROOT / "examples" / "environments" / "nim", tmp_path / "nim")
     (tmp_path / "small.toml").write_text(
         RECIPE.replace("../games/nim", str(nim)).replace("episodes = 4", "episodes = 40")
     )

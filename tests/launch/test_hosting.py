@@ -27,12 +27,14 @@ from shoal.launch.run_lock import demand_free_ports, locked, locked_run
 from shoal.ledger.commands import JoinRun, LeaveRun
 from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
-from shoal.net.server_process import living_pid, port_of_last_start, port_of_living, tell_address
+from shoal.net.server_address import living_pid, port_of_last_start, port_of_living, tell_address
 from shoal.protocol import messages as t
+from shoal.protocol.messages import AdminRequest
 from shoal.run_folder import RunFolder, is_locked, write_atomically
-from shoal.runs.run_status import CoordinatorWatch, suspended_process
+from shoal.runs.remote_status import CoordinatorWatch
+from shoal.runs.run_status import suspended_process
 from shoal.views.terminal.watch_command import FolderWatch
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run
 
 RUN = Path("runs/wordle")
 
@@ -65,9 +67,9 @@ def test_a_small_terminal_shows_the_page_and_how_to_steer_before_the_advice_on_t
 @pytest.mark.parametrize(("action", "run"), [("kick", "runs/x"), ("admit", "http://h"), ("pause", "http://h")])
 def test_an_admin_call_names_what_it_lacks(action: str, run: str) -> None:
     with pytest.raises(ConfigError, match=r"say which node|--key"):
-        administer(action, run, "", None)
+        administer(action, run, AdminRequest(), None)
     with pytest.raises(ConfigError, match="Only admit takes several keys"):
-        administer("kick", "http://h", "worker-1", None, also=("worker-2",))
+        administer("kick", "http://h", AdminRequest("worker-1", also=("worker-2",)), None)
 
 
 @pytest.mark.parametrize(
@@ -84,30 +86,30 @@ def test_an_admin_call_refuses_what_its_action_does_not_take(line: str, capsys: 
 
 def test_a_folder_whose_run_is_not_up_is_steered_by_nobody(tmp_path: Path) -> None:
     """The address that it left may be another program's by now."""
-    folder = Town(tmp_path / "run", tiny_run()).folder
+    folder = RunTestbed(tmp_path / "run", tiny_run()).folder
     with socket.create_server(("127.0.0.1", 0)) as other:
         gone = subprocess.Popen(["true"])
         gone.wait()
         left = {"url": "http://127.0.0.1", "pid": gone.pid, "port": other.getsockname()[1]}
         folder.address.write_text(json.dumps(left))
-        for steer in (lambda: administer("pause", str(folder.root), "", None),
+        for steer in (lambda: administer("pause", str(folder.root), AdminRequest(), None),
                       lambda: rotate_publisher(str(folder.root), None, "")):  # fmt: skip
             with pytest.raises(PeerError, match="is not being hosted: start it with"):
                 steer()
         with locked(folder.root):
             with pytest.raises(PeerError, match="is starting its coordinator: try again in a few seconds"):
-                administer("pause", str(folder.root), "", None)
+                administer("pause", str(folder.root), AdminRequest(), None)
             (folder.checkpoints / "final").mkdir(parents=True)
             with pytest.raises(PeerError, match="has ended, and its host evaluates the final policy"):
-                administer("pause", str(folder.root), "", None)
+                administer("pause", str(folder.root), AdminRequest(), None)
         folder.summary.write_text("{}")
         with pytest.raises(PeerError, match="has ended, and nobody hosts it"):
-            administer("pause", str(folder.root), "", None)
+            administer("pause", str(folder.root), AdminRequest(), None)
 
 
 def test_a_copy_of_a_hosted_folder_is_not_hosted_and_a_moved_one_is(tmp_path: Path) -> None:
-    town = Town(tmp_path / "run", tiny_run())  # it lives as long as the test, so no file of its log vanishes
-    folder = town.folder
+    testbed = RunTestbed(tmp_path / "run", tiny_run())  # it lives as long as the test, so no file of its log vanishes
+    folder = testbed.folder
     tell_address(folder.address, 8470, "http://127.0.0.1:8470")
     copied = RunFolder(shutil.copytree(folder.root, tmp_path / "copy", ignore=shutil.ignore_patterns("*-shm")))
     for is_reader in (True, False):
@@ -116,7 +118,7 @@ def test_a_copy_of_a_hosted_folder_is_not_hosted_and_a_moved_one_is(tmp_path: Pa
     assert living_pid(copied.address) == port_of_living(copied.address) == 0
     assert port_of_last_start(copied.address) == 8470, "clients of a backup still ask there"
     with pytest.raises(PeerError, match="is not being hosted"):
-        administer("pause", str(copied.root), "", None)
+        administer("pause", str(copied.root), AdminRequest(), None)
     moved = RunFolder(folder.root.rename(tmp_path / "moved"))
     assert hosted_url(moved) == "http://127.0.0.1:8470"
 
@@ -127,54 +129,59 @@ def test_the_host_is_told_that_one_validator_of_others_cannot_pause_its_run(
 ) -> None:
     config = tiny_run(validators={"count": 0})
     envs = tuple(replace(env, kind="completions" if host_plays else "") for env in config.envs)
-    town = Town(tmp_path / "run", replace(config, envs=envs))
-    transport = httpx.ASGITransport(town.app)
+    testbed = RunTestbed(tmp_path / "run", replace(config, envs=envs))
+    transport = httpx.ASGITransport(testbed.app)
     monkeypatch.setattr("shoal.launch.admin.Client", lambda url, key: Client(url, key, transport=transport))
     first, second = (load_or_make_key(tmp_path / f"{i}.key").public for i in range(2))
-    said = administer("admit", "http://host", first, tmp_path / "run/keys/run.key")
+    said = administer("admit", "http://host", AdminRequest(first), tmp_path / "run/keys/run.key")
     assert (LONE_VALIDATOR_RISK in said, f"one validator, once {first[:12]} joins" in said) == (not host_plays,) * 2
-    said = administer("admit", "http://host", second, tmp_path / "run/keys/run.key")
+    said = administer("admit", "http://host", AdminRequest(second), tmp_path / "run/keys/run.key")
     assert f"two validators, once {first[:12]}, {second[:12]} join" in said and LONE_VALIDATOR_RISK not in said
 
 
 def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    town = Town(tmp_path / "run", tiny_run())
-    transport = httpx.ASGITransport(town.app)
+    testbed = RunTestbed(tmp_path / "run", tiny_run())
+    transport = httpx.ASGITransport(testbed.app)
     monkeypatch.setattr("shoal.launch.admin.Client", lambda url, key: Client(url, key, transport=transport))
 
     async def take_seat(key_file: Path) -> str:
-        async with town.client(key_file) as client:
-            client.run = town.desk.state.run
+        async with testbed.client(key_file) as client:
+            client.run = testbed.coordinator.state.run
             join = t.Join("validator", key_file.stem, 0.0, "test", "float32", "cpu")
             return (await client.post_json("/v1/nodes", join, t.NodeState)).key
 
     def tell(action: str, node: str) -> bool:
         return "If one of two lies, forging costs nothing" in administer(
-            action, "http://host", node, tmp_path / "run/keys/run.key"
+            action, "http://host", AdminRequest(node), tmp_path / "run/keys/run.key"
         )
 
-    asyncio.run(take_seat(town.folder.keys / "validator-0.key"))
+    asyncio.run(take_seat(testbed.folder.keys / "validator-0.key"))
     for place, warned in ((1, True), (2, False)):
         key_file = tmp_path / f"guest-{place}.key"
         assert tell("admit", load_or_make_key(key_file).public) is warned
         asyncio.run(take_seat(key_file))
     assert not tell("pause", "") and tell("kick", "guest-1")
-    town.desk.book.write(LeaveRun(load_or_make_key(tmp_path / "guest-2.key").public, town.clock()), town.clock())
+    testbed.coordinator.log_writer.write(
+        LeaveRun(load_or_make_key(tmp_path / "guest-2.key").public, testbed.clock()), testbed.clock()
+    )
     assert tell("admit", load_or_make_key(tmp_path / "guest-3.key").public), "the one that left does not count"
     asyncio.run(take_seat(tmp_path / "guest-2.key"))
     worker = t.Join("worker", "alice", 0.0, "test", "float32", "cpu")
-    town.desk.book.write(JoinRun("aa" * 32, worker, town.clock()), town.clock())
+    testbed.coordinator.log_writer.write(JoinRun("aa" * 32, worker, testbed.clock()), testbed.clock())
     assert not tell("kick", "alice") and not tell("kick", "guest-1"), "it changes nothing for who judges"
     more = [load_or_make_key(tmp_path / f"guest-{place}.key").public for place in (4, 5)]
-    key_file, seq = tmp_path / "run/keys/run.key", town.desk.state.seq
+    key_file, seq = tmp_path / "run/keys/run.key", testbed.coordinator.state.seq
     with pytest.raises(PeerError, match="'another name' is not a public key"):
-        administer("admit", "http://host", more[0], key_file, also=("another name",))
-    assert town.desk.state.seq == seq, "all or none"
-    assert "two validators" not in administer("admit", "http://host", more[0], key_file, also=(more[1], more[0]))
-    assert town.desk.state.validators[-2:] == tuple(more) and town.desk.state.seq == seq + 2
-    town.desk.book.write(LeaveRun(load_or_make_key(tmp_path / "guest-2.key").public, town.clock()), town.clock())
+        administer("admit", "http://host", AdminRequest(more[0], also=("another name",)), key_file)
+    assert testbed.coordinator.state.seq == seq, "all or none"
+    admitted = administer("admit", "http://host", AdminRequest(more[0], also=(more[1], more[0])), key_file)
+    assert "two validators" not in admitted
+    assert testbed.coordinator.state.validators[-2:] == tuple(more) and testbed.coordinator.state.seq == seq + 2
+    testbed.coordinator.log_writer.write(
+        LeaveRun(load_or_make_key(tmp_path / "guest-2.key").public, testbed.clock()), testbed.clock()
+    )
     assert not tell("admit", more[0]), "several may judge, though they have not joined yet"
 
 
@@ -212,7 +219,7 @@ def test_a_host_is_told_once_of_each_node_that_has_seen_another_log() -> None:
 
 
 def test_a_coordinator_that_was_stopped_by_a_signal_is_named_with_what_goes_on(tmp_path: Path) -> None:
-    folder = Town(tmp_path / "run", tiny_run()).folder
+    folder = RunTestbed(tmp_path / "run", tiny_run()).folder
     role = RoleProcess("coordinator", ["sleep", "60"], tmp_path / "log", 1, 0)
     with subprocess.Popen(["sleep", "60"]) as process, locked(folder.root):
         folder.address.write_text(json.dumps({"url": "http://127.0.0.1", "pid": process.pid, "port": 9}))
@@ -221,7 +228,7 @@ def test_a_coordinator_that_was_stopped_by_a_signal_is_named_with_what_goes_on(t
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         named = rf"its process {process.pid} is stopped .*`kill -CONT {process.pid}`"
         with pytest.raises(PeerError, match=named):
-            administer("pause", str(folder.root), "", None)
+            administer("pause", str(folder.root), AdminRequest(), None)
         assert re.search(named, asyncio.run(FolderWatch(folder.root).look()).notice)
         view, role._process = LoggingView(_News(), tmp_path / "launcher.log", "text"), process
         view.stopped([role])
@@ -272,54 +279,51 @@ def test_a_start_says_which_port_of_the_last_start_is_taken(tmp_path: Path) -> N
 def test_a_host_is_not_told_done_for_what_was_so_before_or_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    town = Town(tmp_path / "run", tiny_run())
-    transport = httpx.ASGITransport(town.app)
+    testbed = RunTestbed(tmp_path / "run", tiny_run())
+    transport = httpx.ASGITransport(testbed.app)
     monkeypatch.setattr("shoal.launch.admin.Client", lambda url, key: Client(url, key, transport=transport))
 
     async def take_seat(role: str, key_file: Path) -> str:
-        async with town.client(key_file) as client:
-            client.run = town.desk.state.run
+        async with testbed.client(key_file) as client:
+            client.run = testbed.coordinator.state.run
             join = t.Join(role, key_file.stem, 0.0, "test", "float32", "cpu")  # type: ignore[arg-type]
             return (await client.post_json("/v1/nodes", join, t.NodeState)).key
 
     def said(action: str, node: str, *also: str) -> str:
-        return administer(action, "http://host", node, tmp_path / "run/keys/run.key", also=also)
+        return administer(action, "http://host", AdminRequest(node, also=also), tmp_path / "run/keys/run.key")
 
     worker, other = (asyncio.run(take_seat("worker", tmp_path / f"{name}.key")) for name in ("worker-1", "worker-2"))
-    validator = asyncio.run(take_seat("validator", town.folder.keys / "validator-0.key"))
+    validator = asyncio.run(take_seat("validator", testbed.folder.keys / "validator-0.key"))
     stranger = load_or_make_key(tmp_path / "guest.key").public
     for keys in ([worker], [stranger, worker]):
         with pytest.raises(PeerError, match=r"worker-1 \(.{12}\) is a worker, which needs no admission"):
             said("admit", *keys)
-    assert stranger not in town.desk.state.validators, "all or none"
-    assert "validator-0" in said("admit", validator) and f"admit: done: {stranger[:12]}" in said(
-        "admit", stranger, validator
-    )
-    again = f"{stranger[:12]} was admitted before, and has not joined yet"
-    assert f"admit: nothing to do: {again}" in said("admit", stranger)
+    assert stranger not in testbed.coordinator.state.validators, "all or none"
+    assert "validator-0" in said("admit", validator)
+    assert stranger[:12] in (line := said("admit", stranger, validator)) and "admit: done: " in line
+    assert f"admit: nothing changed: {stranger[:12]} may judge" in said("admit", stranger)
     newer = load_or_make_key(tmp_path / "newer.key").public
-    assert f"admit: done: {newer[:12]} may judge; {again}. The run" in said("admit", newer, stranger)
+    assert f"admit: done: {newer[:12]} may judge" in said("admit", newer, stranger)
     for action in ("kick", "quarantine"):
         with pytest.raises(PeerError, match="0 nodes match 'worker-3'"):
             said(action, "worker-3")
     with pytest.raises(PeerError, match="is a validator: only workers are quarantined"):
         said("quarantine", "validator-0")
-    assert "resume: nothing to do: the run was running before" in said("resume", "")
-    assert "pause: done" in said("pause", "")
-    assert said("pause", "") == "pause: nothing to do: the run was paused before, version -1 of 3"
-    assert "resume: done" in said("resume", "") and "quarantine: done" in said("quarantine", "worker-2")
-    assert f"worker-2 ({other[:12]}) was quarantined before: if less than half" in said("quarantine", other[:10]), (
-        "nobody knows from outside how long it was for"
-    )
-    for factor, says in ((1.0, "nothing to do"), (0.5, "done"), (0.5, "nothing to do"), (1.0, "done")):
-        assert f"rate: {says}" in administer("rate", "http://host", "", tmp_path / "run/keys/run.key", factor)
-    assert f"kick: done: worker-1 ({worker[:12]}), for good" in said("kick", "worker-1")
-    for action in ("kick", "quarantine"):
-        assert f"{action}: nothing to do: worker-1 ({worker[:12]}) was kicked before" in said(action, worker)
+    steps = [("resume", "", False), ("pause", "", True), ("pause", "", False), ("resume", "", True)]
+    steps += [("quarantine", "worker-2", True), ("quarantine", other[:10], True)]
+    steps += [("kick", "worker-1", True), ("kick", worker, False), ("quarantine", worker, False)]
+    for action, node, is_news in steps:
+        assert f"{action}: {'done' if is_news else 'nothing changed'}" in (line := said(action, node))
+        assert {"kick": f"worker-1 ({worker[:12]}) is kicked, for good", "pause": "The run is paused"}.get(
+            action, ""
+        ) in line
+    for factor, is_news in ((1.0, False), (0.5, True), (0.5, False), (1.0, True)):
+        line = administer("rate", "http://host", AdminRequest(lr_factor=factor), tmp_path / "run/keys/run.key")
+        assert ("rate: done" in line) is is_news
     assert "kick: done" in said("kick", validator)
     with pytest.raises(PeerError, match="was kicked, and that is for good: admit another key"):
         said("admit", validator)
-    town.desk.state.phase = "ended"
+    testbed.coordinator.state.phase = "ended"
     with pytest.raises(PeerError, match=r"^the run at http://host has ended: nothing of it can be steered any more$"):
         said("drain", "")
 

@@ -62,27 +62,42 @@ def hosted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
         host.wait()
 
 
-def test_a_stranger_joins_sees_what_was_accepted_and_leaves(hosted: tuple[Path, str]) -> None:
+@pytest.mark.parametrize("proxy_from", ["option", pytest.param("environment", marks=pytest.mark.slow)])
+def test_a_stranger_joins_through_a_proxy_sees_what_was_accepted_and_leaves(
+    hosted: tuple[Path, str], proxy_from: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, url = hosted
-    worker = begin(folder, "worker", "join", url, "--threads", "1", "--name", "stranger", "--log", "worker.jsonl")
-    try:
-        said(folder, "worker", r"joined run=small as=stranger")
-        said(folder, "worker", r"accepted groups=\d+ credits=\+\d+")
+    name = f"stranger-{proxy_from}"
+    with forward_proxy() as proxy:
+        given = f"http://127.0.0.1:{proxy.port}"
+        if proxy_from == "environment":
+            monkeypatch.setenv("HTTP_PROXY", given)
+            monkeypatch.delenv("NO_PROXY", raising=False)
+            given = "env"
+        words = ("--threads", "1", "--name", name, "--log", f"{name}.jsonl", "--proxy", given)
+        worker = begin(folder, name, "join", url, *words)
+        monkeypatch.undo()  # the host's commands need no proxy
+        try:
+            said(folder, name, rf"joined run=small as={name}")
+            said(folder, name, r"accepted groups=\d+ credits=\+\d+")
 
-        assert "The run is paused" in admin(folder, "pause", "runs/small")
-        said(folder, "worker", r"waiting reason='.*paused")
-        key_file = str(folder / "runs" / "small" / "keys" / "run.key")
-        assert "The run is running" in admin(folder, "resume", url, "--key", key_file)
+            assert "The run is paused" in admin(folder, "pause", "runs/small")
+            said(folder, name, r"waiting reason='.*paused")
+            key_file = str(folder / "runs" / "small" / "keys" / "run.key")
+            assert "The run is running" in admin(folder, "resume", url, "--key", key_file)
 
-        worker.send_signal(signal.SIGINT)
-        assert worker.wait(timeout=60) == 0, said(folder, "worker", "(?s).*")
-        said(folder, "worker", r"left credits=[1-9]\d* accepted=[1-9]\d* refused=0")
-        kept = [json.loads(line) for line in (folder / "worker.jsonl").read_text().splitlines()]
-        assert {line["role"] for line in kept} == {"worker"}
-        assert any(line["message"].startswith("left credits=") for line in kept)
-    finally:
-        worker.kill()
-        worker.wait()
+            worker.send_signal(signal.SIGINT)
+            assert worker.wait(timeout=60) == 0, said(folder, name, "(?s).*")
+            said(folder, name, r"left credits=[1-9]\d* accepted=[1-9]\d* refused=0")
+        finally:
+            worker.kill()
+            worker.wait()
+        places = [place for _, place in proxy.asked]
+    kept = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    assert {line["role"] for line in kept} == {"worker"}
+    assert any(line["message"].startswith("left credits=") for line in kept)
+    origin = json.loads((folder / "runs/small/origin.json").read_text())["port"]
+    assert places.count(url.removeprefix("http://")) > 5 and f"127.0.0.1:{origin}" in places, "and the weights, too"
 
 
 COUNTING = """
@@ -125,30 +140,6 @@ def test_strangers_that_have_nothing_of_it_train_on_the_hosts_own_file(tmp_path:
         for process in (*workers, host):
             process.kill()
             process.wait()
-
-
-@pytest.mark.parametrize("named", ["option", pytest.param("environment", marks=pytest.mark.slow)])
-def test_a_worker_behind_a_forward_proxy_joins_and_works(
-    hosted: tuple[Path, str], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, url = hosted
-    with forward_proxy() as proxy:
-        given = f"http://127.0.0.1:{proxy.port}"
-        if named == "environment":
-            monkeypatch.setenv("HTTP_PROXY", given)
-            monkeypatch.delenv("NO_PROXY", raising=False)
-            given = "env"
-        worker = begin(folder, f"proxied-{named}", "join", url, "--threads", "1", "--proxy", given)
-        try:
-            said(folder, f"proxied-{named}", r"accepted groups=\d+ credits=\+\d+")
-            worker.send_signal(signal.SIGINT)
-            assert worker.wait(timeout=60) == 0, said(folder, f"proxied-{named}", "(?s).*")
-        finally:
-            worker.kill()
-            worker.wait()
-        places = [place for _, place in proxy.asked]
-    origin = json.loads((folder / "runs/small/origin.json").read_text())["port"]
-    assert places.count(url.removeprefix("http://")) > 5 and f"127.0.0.1:{origin}" in places, "and the weights, too"
 
 
 def test_two_strangers_wait_to_be_admitted_and_judge_together(hosted: tuple[Path, str]) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shoal.metrics import read_metrics
+from shoal.step_metrics import read_metrics
 from tests.launch.test_supervisor import RUN_FILE
 
 ROOT = Path(__file__).parents[2]

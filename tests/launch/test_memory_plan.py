@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from shoal.cli import main
-from shoal.config import AdapterConfig, RunConfig, TinyPolicy, load_run
+from shoal.config import AdapterConfig, RunConfig, SamplingConfig, TinyPolicy, load_run
 from shoal.errors import StateError
 from shoal.humanize import data_size
 from shoal.launch import memory_plan
@@ -30,24 +29,23 @@ from shoal.launch.memory_plan import (
 )
 from shoal.launch.memory_plan import fits as fit_of
 from shoal.launch.sizing import shifts_of
-from shoal.launch.supervisor import LocalRun
 from shoal.models.checkpoint import demand_weights
-from shoal.models.config import ModelConfig, write_json
+from shoal.models.config import write_json
 from shoal.models.load_tensors import demand_finite
 from shoal.models.lora_config import CONFIG, AdapterSpec
-from shoal.models.parameter_counts import adapter_parameters_of, parameters_of
+from shoal.models.memory import Layout, MemoryPart, engine_memory_in, trainer_parts
 from shoal.models.random_model import make_tiny
 from shoal.models.transformer import Transformer
+from shoal.models.transformer_config import TransformerConfig
 from shoal.plan.sizes import sizes_of, spec_of
 from shoal.protocol.algorithm_config import DrGrpo, Kl, Ppo
 from shoal.run_folder import RunFolder
 from shoal.train.learner import Learner
-from shoal.train.memory_estimate import Layout, MemoryPart, parts_of
-from shoal.views.terminal.live_view import LiveView
-from shoal.weights.memory_limit import needs_of
+from shoal.weights import memory_limit
+from tests.launch.test_supervisor import local_run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-LARGE = ModelConfig("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 32768, 1e6, 1e-6, True, (0,))
+LARGE = TransformerConfig("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 32768, 1e6, 1e-6, True, (0,))
 """The shape of Qwen3-0.6B."""
 
 
@@ -60,10 +58,11 @@ def has_free(monkeypatch: pytest.MonkeyPatch, gb: float) -> None:
     monkeypatch.setattr(memory_plan, "free_on", lambda device: int(gb * 1e9))
 
 
-def test_the_demo_fits_into_little_more_than_2_gb(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_free(monkeypatch, 2.3)
-    demand_memory(config, spec_of(config, RECIPES), with_workers=True)
-    assert next(reports(config, spec_of(config, RECIPES), with_workers=True)).need <= 2.3e9
+def test_what_is_free_is_what_the_container_still_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("1500000000\n")
+    (tmp_path / "memory.current").write_text("1400000000\n")
+    monkeypatch.setattr(memory_limit, "CONTAINER", tmp_path)
+    assert memory_plan.free_on(CPU) == 100_000_000
 
 
 def test_a_run_that_does_not_fit_is_told_how_much_for_what(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,13 +94,8 @@ def test_a_state_that_is_written_beside_the_next_steps_takes_memory(moments: str
     )
     spec = spec_of(rarely, RECIPES)
     more = next(reports(rarely, spec, True)).need - next(reports(always, spec, True)).need
-    learner = Learner(Transformer(spec), rarely.train, temperature=1.0, steps=1)
+    learner = Learner(Transformer(spec), rarely.train, SamplingConfig(), steps=1)
     assert more == pytest.approx(sum(tensor.nbytes for tensor in learner.state(0).tensors.values()), rel=0.02)
-
-
-def test_what_stays_on_the_cpu_takes_none_of_the_gpu() -> None:
-    role = RoleNeeds("trainer", "cuda", (MemoryPart("weights", 5), MemoryPart("moments", 7, on_cpu=True)), processes=2)
-    assert (role.on("cuda"), role.on(CPU)) == (10, 14)
 
 
 def test_a_model_is_loaded_into_memory_on_its_way_to_a_gpu(config: RunConfig) -> None:
@@ -115,7 +109,7 @@ def test_a_model_is_loaded_into_memory_on_its_way_to_a_gpu(config: RunConfig) ->
             if part.name in ("loading", "weights") and (part.on_cpu or device == "cpu")
         )
 
-    assert on_cpu("cuda") == on_cpu("cpu") == 4 * parameters_of(LARGE)
+    assert on_cpu("cuda") == on_cpu("cpu") == 4 * LARGE.num_parameters()
 
 
 def test_the_best_layout_that_fits_is_taken_or_the_one_that_lacks_least() -> None:
@@ -137,14 +131,21 @@ def test_an_adapter_may_have_its_base_in_bfloat16_if_that_is_published() -> None
     assert "dtype" not in fit_of(LARGE, layout, 10**9, "float32").keys
 
 
+def sizes(role: RoleNeeds) -> dict[str, int]:
+    return {part.name: part.size for part in role.parts}
+
+
+def trainer_of(config: RunConfig) -> RoleNeeds:
+    return next(role for role in roles_of(config, LARGE, with_workers=False) if role.name == "trainer")
+
+
 def test_an_adapter_is_reckoned_with_its_rank_and_targets(config: RunConfig) -> None:
     def trainer(**adapter: Any) -> dict[str, int]:
         policy = msgspec.structs.replace(config.policy, adapter=AdapterConfig(**adapter))
-        roles = roles_of(msgspec.structs.replace(config, policy=policy), LARGE, with_workers=False)
-        return {part.name: part.size for part in next(role for role in roles if role.name == "trainer").parts}
+        return sizes(trainer_of(msgspec.structs.replace(config, policy=policy)))
 
     whole, adapter = trainer(), trainer(rank=8)
-    learned = 4 * adapter_parameters_of(LARGE, 8)
+    learned = 4 * LARGE.adapter_parameters(8)
     assert adapter["adapter"] == adapter["gradients"] == adapter["version being published"] == learned
     assert adapter["moments"] == 2 * learned < whole["moments"] / 20 and adapter["weights"] == whole["weights"]
     assert trainer(rank=8, targets=("q_proj", "v_proj"))["adapter"] < learned / 3
@@ -157,12 +158,10 @@ def test_a_base_in_nf4_takes_a_quarter_of_its_layers_in_bfloat16(config: RunConf
         policy = msgspec.structs.replace(config.policy, dtype="bfloat16", adapter=adapter)
         train = msgspec.structs.replace(config.train, dtype="bfloat16")
         run = msgspec.structs.replace(config, policy=policy, train=train)
-        return {
-            role.name: {part.name: part.size for part in role.parts} for role in roles_of(run, LARGE, with_workers=True)
-        }
+        return {role.name: sizes(role) for role in roles_of(run, LARGE, with_workers=True)}
 
     plain, coded = parts(""), parts("nf4")
-    layers = parameters_of(LARGE) - LARGE.vocab_size * LARGE.width
+    layers = LARGE.num_parameters() - LARGE.vocab_size * LARGE.width
     for role in ("trainer", "worker", "validator"):
         saved = plain[role]["weights"] - coded[role]["weights"]
         assert saved == pytest.approx(2 * layers * (1 - 4.127 / 16), rel=1e-3)
@@ -173,13 +172,13 @@ def test_an_engine_is_reckoned_with_the_adapter_as_a_node_reckons_it(config: Run
     def weights(**adapter: Any) -> dict[str, int]:
         policy = msgspec.structs.replace(config.policy, adapter=AdapterConfig(**adapter))
         roles = roles_of(msgspec.structs.replace(config, policy=policy), LARGE, with_workers=True)
-        parts = {role.name: {part.name: part.size for part in role.parts} for role in roles}
+        parts = {role.name: sizes(role) for role in roles}
         return {name: parts[name]["weights"] for name in ("worker", "validator", "evaluation")}
 
     write_json(tmp_path / "config.json", LARGE.to_hf())
     write_json(tmp_path / CONFIG, AdapterSpec(16, 16.0).to_peft())
-    assert set(weights(rank=16).values()) == {needs_of(tmp_path, "float32").loaded}
-    assert weights(rank=16)["worker"] - weights()["worker"] == 16 * adapter_parameters_of(LARGE, 16)
+    assert set(weights(rank=16).values()) == {engine_memory_in(tmp_path, "float32").loaded}
+    assert weights(rank=16)["worker"] - weights()["worker"] == 16 * LARGE.adapter_parameters(16)
 
 
 def test_a_run_is_reckoned_with_the_layout_of_its_file() -> None:
@@ -194,21 +193,17 @@ def test_a_run_is_reckoned_with_the_layout_of_its_file() -> None:
 
 def test_processes_of_a_trainer_share_what_stays_and_not_what_a_pass_needs() -> None:
     def need(processes: int) -> dict[str, int]:
-        return {part.name: part.size for part in parts_of(LARGE, Layout(processes=processes))}
+        return {part.name: part.size for part in trainer_parts(LARGE, Layout(processes=processes))}
 
     one, four = need(1), need(4)
     for name in ("weights", "gradients", "moments"):
         assert four[name] == pytest.approx(one[name] / 4, rel=1e-6)
     assert four["activations"] == one["activations"] and four["gathered weights"] < one["weights"]
     config = load_run(RECIPES / "wordle.toml", ["train.processes=4", "eval.episodes=0"])
-    trainer = next(role for role in roles_of(config, LARGE, with_workers=False) if role.name == "trainer")
+    trainer = trainer_of(config)
     assert trainer.on(CPU) == 4 * sum(part.size for part in trainer.parts)
     on_gpus = replace(trainer, device="cuda", parts=(MemoryPart("a", 10), MemoryPart("b", 7, True)))
     assert (on_gpus.on("cuda"), on_gpus.on(CPU)) == (10, 28)
-
-
-def test_several_processes_are_not_told_to_keep_moments_in_8_bits() -> None:
-    assert "moments" not in fit_of(LARGE, Layout(processes=2), 10**9).keys
 
 
 def test_every_key_of_a_layout_is_one_of_the_run_file(config: RunConfig) -> None:
@@ -263,7 +258,7 @@ def test_weights_that_no_engine_takes_begin_no_run(
     tensors = {name: one.to(getattr(torch, dtype)) for name, one in load_file(weights).items()}
     save_file(tensors, weights)
     if dtype != "int8":
-        demand_finite(demand_weights(weights.parent, ModelConfig.from_directory(weights.parent)))
+        demand_finite(demand_weights(weights.parent, TransformerConfig.from_directory(weights.parent)))
     tensors["model.norm.weight"][-1] = value
     save_file(tensors, weights)
     assert main.main(["doctor", "--recipe", str(recipe)]) == 1
@@ -311,16 +306,6 @@ def test_doctor_reads_what_the_files_of_the_model_hold(tmp_path: Path, capsys: p
     assert "--recipe RUN_FILE" in capsys.readouterr().err
 
 
-def test_a_run_that_does_not_fit_onto_the_disk_starts_no_role(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(memory_plan, "free_below", lambda folder: 10_000_000)
-    assert main.main(["run", str(RECIPES / "wordle.toml"), "--out", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert "of disk in" in said and "10 MB are free" in said and "storage.quota_mb" in said and said.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
 WIDE = ['policy.path=""', "policy.tiny={width=256, layers=2, heads=4, kv_heads=2, mlp_width=512, max_positions=64}"]
 """4.9 MB in float32."""
 
@@ -329,7 +314,6 @@ WIDE = ['policy.path=""', "policy.tiny={width=256, layers=2, heads=4, kv_heads=2
     ("changes", "least_mb"),
     [
         (["rollouts.max_staleness=0"], 5),
-        (["rollouts.max_staleness=1"], 10),
         (["rollouts.max_staleness=3"], 20),
         (["rollouts.max_staleness=3", "steps=1"], 10),
         (["storage.retain=all", "steps=20"], 102),
@@ -337,9 +321,7 @@ WIDE = ['policy.path=""', "policy.tiny={width=256, layers=2, heads=4, kv_heads=2
         (["rollouts.max_staleness=3", "policy.dtype=bfloat16", "storage.anchor_every=4"], 5),
     ],
 )
-def test_a_quota_that_does_not_hold_the_weights_a_run_needs_starts_no_role(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], least_mb: int
-) -> None:
+def test_a_quota_that_does_not_hold_the_weights_that_a_run_needs_is_refused(changes: list[str], least_mb: int) -> None:
     def config_of(quota_mb: int) -> RunConfig:
         return load_run(RECIPES / "arithmetic.toml", [*WIDE, *changes, f"storage.quota_mb={quota_mb}"])
 
@@ -351,9 +333,30 @@ def test_a_quota_that_does_not_hold_the_weights_a_run_needs_starts_no_role(
     needs = sizes_of(config_of(least_mb), RECIPES).needed_blobs
     asked_mb = int(re.findall(r"quota_mb = (\d+) or more", str(e.value))[0])
     assert f"keeps {data_size(needs)}" in str(e.value) and asked_mb == max(least_mb, math.ceil(needs / 1e6))
-    sets = [word for change in [*WIDE, *changes, f"storage.quota_mb={least_mb - 1}"] for word in ("--set", change)]
+
+
+@pytest.mark.parametrize(
+    ("scarce", "changes", "says"),
+    [
+        ("free_on", [], "this run needs about"),
+        ("free_below", [], "of disk in"),
+        ("", [*WIDE, "rollouts.max_staleness=1", "storage.quota_mb=9"], "so it would wait for ever"),
+    ],
+)
+def test_a_run_that_does_not_fit_starts_no_role(
+    scarce: str,
+    changes: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if scarce:
+        monkeypatch.setattr(memory_plan, scarce, lambda place: 10_000_000)
+    sets = [word for change in changes for word in ("--set", change)]
     assert main.main(["run", str(RECIPES / "arithmetic.toml"), "--out", str(tmp_path / "run"), *sets]) == 2
-    assert "so it would wait for ever" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert says in said and said.startswith("error: ") and said.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -361,10 +364,7 @@ def test_the_host_is_told_that_its_disk_is_full_while_it_is(tmp_path: Path, monk
     assert memory_plan.full_disk(tmp_path) == ""
     monkeypatch.setattr(memory_plan, "free_below", lambda folder: 0)
     assert "is full: free some space" in memory_plan.full_disk(tmp_path)
-    view = LiveView(Console(file=(told := io.StringIO()), width=300), wait_line_every_s=-1.0)
-    folder, config = RunFolder(tmp_path), load_run(RECIPES / "wordle.toml")
-    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
-    run._look()
+    local_run(tmp_path, told := io.StringIO())._look()
     assert "is full: free some space" in told.getvalue()
 
 
@@ -390,16 +390,6 @@ def replace_path(config: RunConfig) -> RunConfig:
     return msgspec.structs.replace(config, policy=policy)
 
 
-def test_a_run_that_does_not_fit_starts_no_role(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    has_free(monkeypatch, 0.1)
-    assert main.main(["run", str(RECIPES / "wordle.toml"), "--out", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: this run needs about") and said.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
 def in_shifts(monkeypatch: pytest.MonkeyPatch, gb: float, *changes: str) -> dict[str, memory_plan.MemoryReport]:
     """What a host of the adapter of 8B takes, by device, on a GPU with so much memory."""
     on_a_gpu = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
@@ -421,31 +411,22 @@ def test_what_a_process_parks_takes_memory_of_the_cpu(monkeypatch: pytest.Monkey
     """It loads nothing meanwhile, and both may be parked for a moment."""
     at_once, shared = ({role.name: role for role in in_shifts(monkeypatch, gb)["cpu"].roles} for gb in (80, 24))
     for name in ("trainer", "validator"):
-        parts, parked = ({part.name: part.size for part in role[name].parts} for role in (at_once, shared))
+        parts, parked = (sizes(role[name]) for role in (at_once, shared))
         kept = sum(part.size for part in at_once[name].parts if part.name in memory_plan.KEPT)
         assert parked["loading or parked"] == max(parts["loading"], kept) and "loading" not in parked
     assert shared["trainer"].on("cpu") > at_once["trainer"].on("cpu")
 
 
-def test_a_reference_is_parked_with_the_policy_that_learns(config: RunConfig) -> None:
-    train = msgspec.structs.replace(config.train, device="cuda", algorithm=DrGrpo(kl=Kl(0.1, "k2")))
-    roles = roles_of(msgspec.structs.replace(config, train=train), LARGE, with_workers=False)
-    trainer = next(role for role in roles if role.name == "trainer")
-    parts, parked = ({part.name: part.size for part in role.parts} for role in (trainer, trainer.in_shifts()))
-    assert parts["reference"] == parts["weights"]
-    assert parked["loading or parked"] == parts["weights"] + parts["reference"] + parts["moments"]
-
-
-def test_a_critic_and_a_teacher_are_counted_and_parked(config: RunConfig, tmp_path: Path) -> None:
+def test_a_reference_a_critic_and_a_teacher_are_counted_and_parked(config: RunConfig, tmp_path: Path) -> None:
     make_tiny(config.policy.tiny, tmp_path / "teacher", 0, "float32")
     for algorithm, named, teacher in (
+        (DrGrpo(kl=Kl(0.1, "k2")), {"reference"}, ""),
         (Ppo(advantage="gae"), {"critic", "critic's moments"}, ""),
         (Ppo(advantage="teacher"), {"teacher"}, str(tmp_path / "teacher")),
     ):
         train = msgspec.structs.replace(config.train, device="cuda", algorithm=algorithm, teacher=teacher)
-        roles = roles_of(msgspec.structs.replace(config, train=train), LARGE, with_workers=False)
-        trainer = next(role for role in roles if role.name == "trainer")
-        parts, parked = ({part.name: part.size for part in role.parts} for role in (trainer, trainer.in_shifts()))
+        trainer = trainer_of(msgspec.structs.replace(config, train=train))
+        parts, parked = (sizes(role) for role in (trainer, trainer.in_shifts()))
         assert named <= parts.keys()
         kept = sum(parts[name] for name in {"weights", "moments", *named})
         assert parked["loading or parked"] == max(parts["loading"], kept)

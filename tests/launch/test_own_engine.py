@@ -58,8 +58,3 @@ def test_shoal_run_says_so_before_anything_starts(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "no calibrated bounds in float32" in said
     assert not (tmp_path / "run").exists()
-
-
-def test_only_the_named_engine_is_known() -> None:
-    with pytest.raises(ConfigError, match=r"workers\.engine"):
-        load_run(RECIPE, ["workers.engine=sglang"])

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.env_packages.catalog import Release
 from shoal.env_packages.installed import PackageStore
 from shoal.env_packages.publish import Pushed, push
 from shoal.env_packages.registry import FolderRegistry
+from shoal.env_packages.signed_catalog import Release
 from shoal.net.key_files import save_key
 from shoal.protocol.signing import Key
 from tests.env_packages.author import attest

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.roles.trainer import processes
 from tests.launch import test_supervisor
-from tests.launch.test_supervisor import RUN_FILE, processes_in, wait_for
+from tests.launch.test_supervisor import RUN_FILE, processes_in, steps_done, wait_for
 
 STEPS = 12
 
@@ -38,11 +38,6 @@ def start(folder: Path, processes: int, steps: int = STEPS, storage: str = "") -
     (folder / "small.toml").write_text(text)
     command = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def steps_done(folder: Path) -> int:
-    metrics = folder / "runs" / "small" / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def ranks_of(folder: Path) -> list[psutil.Process]:
@@ -76,15 +71,6 @@ def wait_for_the_end_of_all(folder: Path) -> None:
     while processes_in(folder):
         assert time.monotonic() < deadline, "the trainer's processes outlive their launcher"
         time.sleep(0.05)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_after_one_of_two_processes_was_killed(tmp_path: Path) -> None:
-    run = start(tmp_path, 2, 3)
-    wait_for("a first step", lambda: steps_done(tmp_path) >= 1, run)
-    ranks_of(tmp_path)[1].kill()
-    assert finished(tmp_path, run)
-    assert steps_done(tmp_path) == 3
 
 
 @pytest.mark.slow

@@ -109,35 +109,3 @@ def test_what_cannot_be_made_is_said_in_one_line(
     assert main.main(["run", recipe, "--random-policy", "--out", str(tmp_path / "run"), "--set", override]) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
-
-
-def test_doctor_and_plan_reckon_a_recipe_by_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    for recipe in ("qwen3-0.6b-gsm8k", "qwen3-8b-lora", "olmoe"):
-        path = str(RECIPES / f"{recipe}.toml")
-        main.main(["doctor", "--recipe", path, "--random-policy", "--memory", "200"])
-        assert "at first, then" in capsys.readouterr().out
-        assert main.main(["plan", path, "--random-policy", "--workers", "4"]) == 0
-        assert "parameters" in capsys.readouterr().out
-
-
-def test_doctor_says_that_the_adapter_of_8b_fits_into_24_gb(capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(RECIPES / "qwen3-8b-lora.toml")
-    main.main(
-        [
-            "doctor",
-            "--recipe",
-            path,
-            "--random-policy",
-            "--memory",
-            "24",
-            "--set",
-            "train.device=cpu",
-            "--set",
-            "validators.count=0",
-        ]
-    )
-    said = capsys.readouterr().out
-    assert "ok       memory cpu" in said and "16.5 GB at first, then 87.3 MB a step" in said
-    assert (
-        main.main(["doctor", "--recipe", path, "--random-policy", "--memory", "20", "--set", "train.device=cpu"]) == 1
-    )

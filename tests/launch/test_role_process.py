@@ -26,24 +26,16 @@ def tend_until(process: RoleProcess, holds: Callable[[], bool], timeout_s: float
         time.sleep(0.01)
 
 
-def test_role_that_finished_is_not_started_again(tmp_path: Path) -> None:
-    process = role(tmp_path, "print('work done')")
-    tend_until(process, lambda: process.state == "done")
-    process.tend(now=time.monotonic() + 1000)
-    assert process.pid is None and process.restarts == 0
-    assert tail(process.log, 5) == ["work done"]
-
-
-def test_role_that_was_killed_is_started_again(tmp_path: Path) -> None:
-    process = role(tmp_path, "import time; time.sleep(60)")
-    tend_until(process, lambda: process.pid is not None)
-    first = process.pid
-    assert first is not None
-    os.kill(first, signal.SIGKILL)
-    tend_until(process, lambda: process.pid not in (None, first))
-    assert process.restarts == 1
-    process.kill()
-    tend_until(process, lambda: process.pid is None)
+def test_a_role_that_finished_or_was_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
+    code = "import os; print(os.getpid() == os.getsid(0), os.environ['OMP_NUM_THREADS'])"
+    finished, asked = role(tmp_path, code), role(tmp_path / "asked", "import time; time.sleep(60)")
+    tend_until(asked, lambda: asked.pid is not None)
+    asked.ask_to_end()
+    for process in (finished, asked):
+        tend_until(process, lambda process=process: process.state == "done" and process.pid is None)
+        process.tend(now=time.monotonic() + 1000)
+        assert process.pid is None and process.restarts == 0
+    assert tail(finished.log, 5) == ["True 1"], "it has a session of its own, and pinned threads"
 
 
 def test_a_role_that_keeps_dying_is_given_up_with_a_reason(tmp_path: Path) -> None:
@@ -81,15 +73,6 @@ def test_a_role_is_never_given_up_for_kills_from_outside(tmp_path: Path) -> None
     tend_until(process, lambda: process.pid is None)
 
 
-def test_a_role_that_is_asked_to_end_ends_and_is_not_started_again(tmp_path: Path) -> None:
-    process = role(tmp_path, "import time; time.sleep(60)")
-    tend_until(process, lambda: process.pid is not None)
-    process.ask_to_end()
-    tend_until(process, lambda: process.pid is None)
-    process.tend(now=time.monotonic() + 1000)
-    assert process.pid is None and process.state == "done"
-
-
 def test_a_death_just_before_a_role_is_asked_to_end_is_counted(tmp_path: Path) -> None:
     process = role(tmp_path, "import time\nwhile time.process_time() < 0.1: pass")
     tend_until(process, lambda: process.pid is not None)
@@ -109,13 +92,6 @@ def test_cpu_time_is_counted_over_all_restarts(tmp_path: Path) -> None:
     assert process.use.peak_rss_mb > 1
     process.kill()
     tend_until(process, lambda: process.pid is None)
-
-
-def test_role_has_a_session_of_its_own_and_pinned_threads(tmp_path: Path) -> None:
-    code = "import os; print(os.getpid() == os.getsid(0), os.environ['OMP_NUM_THREADS'])"
-    process = role(tmp_path, code)
-    tend_until(process, lambda: process.state == "done")
-    assert tail(process.log, 1) == ["True 1"]
 
 
 @pytest.mark.parametrize("ignores_sigterm", [False, True])

@@ -12,14 +12,17 @@ from shoal.humanize import percent
 from shoal.launch.role_process import RoleUsage
 from shoal.launch.summary import UsageBook, _troubles, influence_shares
 from shoal.ledger.batches import GroupAccepted
+from shoal.ledger.event_types import make_entry
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.registry import make_entry
-from shoal.metrics import MetricsFollower
+from shoal.net.outbound_proxy import use_proxy
+from shoal.net.safe_http import SHOAL
 from shoal.protocol.constants import MAX_NODES
 from shoal.protocol.encoding import to_json
 from shoal.protocol.messages import Faults, NodeState, Status
 from shoal.run_folder import RunFolder
-from shoal.runs.run_status import NO_STATUS, CoordinatorWatch, RunStatus, names_apart
+from shoal.runs.remote_status import CoordinatorWatch
+from shoal.runs.run_status import NO_STATUS, RunStatus, names_apart
+from shoal.step_metrics import MetricsFollower
 
 STATUS = Status("x", "running", 3, 9, 5, {}, 1, 0, "workers", 2.0)
 
@@ -61,9 +64,9 @@ def test_a_damaged_usage_file_starts_again_at_zero(tmp_path: Path, damage: bytes
 
 def test_usage_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    book = UsageBook(tmp_path / "file" / "usage.json")
-    book.save({"trainer": RoleUsage(1.0, 1.0)})
-    assert book.by_role()["trainer"] == RoleUsage(1.0, 1.0) and (tmp_path / "file").read_text() == ""
+    log_writer = UsageBook(tmp_path / "file" / "usage.json")
+    log_writer.save({"trainer": RoleUsage(1.0, 1.0)})
+    assert log_writer.by_role()["trainer"] == RoleUsage(1.0, 1.0) and (tmp_path / "file").read_text() == ""
 
 
 def test_influence_is_each_workers_share_of_everything_learned() -> None:
@@ -128,6 +131,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = self.bodies.get(self.path)
         self.send_response(200 if body is not None else 500)
+        self.send_header(SHOAL, "1")
         self.end_headers()
         self.wfile.write(body or b"")
 
@@ -137,7 +141,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[http.server.HTTPServer]:
-    Answers.bodies = {"/healthz": b"ok", "/v1/status": to_json(STATUS), "/v1/nodes": b"[]"}
+    Answers.bodies = {"/v1/status": to_json(STATUS), "/v1/nodes": b"[]"}
     with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -158,6 +162,17 @@ def test_the_coordinator_is_asked_over_loopback_whatever_its_public_name_is(
     assert watch.status() == STATUS
 
 
+def test_the_coordinator_of_a_folder_is_asked_without_the_proxy_of_the_user(
+    coordinator: http.server.HTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    use_proxy("env")
+    try:
+        assert CoordinatorWatch(tmp_path / "coordinator.json", "127.0.0.1").status() == STATUS
+    finally:
+        use_proxy("")
+
+
 def test_the_last_answer_is_kept_while_the_coordinator_restarts_or_answers_nonsense(
     coordinator: http.server.HTTPServer, tmp_path: Path
 ) -> None:
@@ -167,7 +182,7 @@ def test_the_last_answer_is_kept_while_the_coordinator_restarts_or_answers_nonse
         Answers.bodies = {"/v1/status": babble}
         assert watch.status() == STATUS
     Answers.bodies = {}
-    assert watch.status() == STATUS and watch.nodes() == ()
+    assert watch.status() == STATUS and not watch.answers and watch.nodes == ()
 
 
 def test_nodes_come_page_by_page_and_a_list_with_a_page_missing_is_not_shown(
@@ -177,13 +192,23 @@ def test_nodes_come_page_by_page_and_a_list_with_a_page_missing_is_not_shown(
     starts = range(0, len(nodes), MAX_NODES)
     pages = {i: to_json(nodes[i : i + MAX_NODES]) for i in starts}
     paths = {i: f"/v1/nodes?after={nodes[i - 1].key}" if i else "/v1/nodes" for i in starts}
-    Answers.bodies = {paths[i]: pages[i] for i in starts[:-1]}
     watch = CoordinatorWatch(tmp_path / "coordinator.json", "127.0.0.1")
-    assert watch.nodes() == ()
-    Answers.bodies = {paths[i]: pages[i] for i in starts}
-    assert watch.nodes() == tuple(nodes)
-    Answers.bodies = {"/v1/nodes": b"[]"}
-    assert watch.nodes() == tuple(nodes), "what takes several answers is asked for seldom"
+
+    def told(bodies: dict[str, bytes]) -> tuple[NodeState, ...]:
+        Answers.bodies = bodies | {"/v1/status": to_json(STATUS)}
+        watch.status()
+        return watch.nodes
+
+    assert told({paths[i]: pages[i] for i in starts[:-1]}) == ()
+    assert told({paths[i]: pages[i] for i in starts}) == tuple(nodes)
+    assert told({"/v1/nodes": b"[]"}) == tuple(nodes), "what takes several answers is asked for seldom"
+
+
+def test_a_list_of_nodes_that_never_ends_is_left(coordinator: http.server.HTTPServer, tmp_path: Path) -> None:
+    page = [NodeState(f"{i:064x}", "worker", f"w{i}", "new", 0, 0, 0, 0, {}, "") for i in range(MAX_NODES)]
+    Answers.bodies |= {"/v1/nodes": to_json(page), f"/v1/nodes?after={page[-1].key}": to_json(page)}
+    watch = CoordinatorWatch(tmp_path / "coordinator.json", "127.0.0.1")
+    assert watch.status() == STATUS and watch.nodes == tuple(page)
 
 
 def test_nothing_is_known_before_the_coordinators_first_answer(tmp_path: Path) -> None:

@@ -21,21 +21,23 @@ from rich.console import Console
 from shoal.config import load_run
 from shoal.errors import StateError
 from shoal.launch.launcher_log import LoggingView
+from shoal.launch.local_run import LocalRun
 from shoal.launch.role_process import RoleProcess, with_ended_call, with_suspended
 from shoal.launch.run_lock import locked
+from shoal.launch.run_processes import RunProcesses
 from shoal.launch.sizing import shifts_of
-from shoal.launch.supervisor import LocalRun
 from shoal.ledger.commands import Admin
 from shoal.ledger.fault_rate import FAULTS
-from shoal.ledger.hints import ENDED_CALLS, SILENT_REMEDY, split_remedy
-from shoal.ledger.run import NO_SIGNAL
+from shoal.ledger.remedies import ENDED_CALLS, SILENT_REMEDY
+from shoal.ledger.run_events import NO_SIGNAL
 from shoal.monitors.learning import BY_LIMIT, FALLEN
 from shoal.net.key_files import load_or_make_key
+from shoal.protocol.messages import AdminRequest, Status
 from shoal.run_folder import RunFolder
 from shoal.runs.run_status import NO_STATUS, own_keys, suspended_process
 from shoal.views.terminal.live_view import LiveView, render
 from shoal.views.terminal.watch_command import FolderWatch
-from tests.roles.in_memory_run import Town
+from tests.roles.testbed import RunTestbed
 
 STEPS = "steps = 12"
 """Enough to be still running when a second `shoal run` gives up."""
@@ -69,6 +71,13 @@ episodes = 32
 [storage]
 checkpoint_every = 12
 """.replace("STEPS", STEPS)
+
+
+def local_run(root: Path, told: io.StringIO | None = None) -> LocalRun:
+    """A run in a folder, without processes, and what is said of it."""
+    folder, config = RunFolder(root), load_run(Path("recipes/wordle.toml"))
+    view = LiveView(Console(file=told or io.StringIO(), width=300), wait_line_every_s=-1.0)
+    return LocalRun(RunProcesses(folder, 0, False, shifts_of(config, folder, None, False)), view)
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -185,21 +194,17 @@ def test_a_role_that_dies_is_said_once_with_its_signal(tmp_path: Path) -> None:
 
 
 def test_trainer_and_validators_are_ended_at_once_and_the_coordinator_after_them(tmp_path: Path) -> None:
-    view = LiveView(Console(file=io.StringIO(), width=60))
-    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
-    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
-    asked = list[tuple[str, ...]]()
+    run, asked = local_run(tmp_path), list[tuple[str, ...]]()
     run._stop = lambda *groups: asked.append(tuple(one.name for group, _ in groups for one in group))  # type: ignore[method-assign]
-    run._trainer, run._validators = run._role("trainer", 1), [run._role("validator-0", 1), run._role("validator-1", 1)]
-    run._stop_roles((run._onlookers, 1.0))
-    assert asked == [(), ("trainer", "validator-0", "validator-1"), ("origin", "coordinator", "dashboard")]
+    processes = run._processes
+    processes.trainer, processes.validators = processes.role("trainer"), [processes.role("validator-0")]
+    run._stop_roles((processes.onlookers, 1.0))
+    assert asked == [(), ("trainer", "validator-0"), ("origin", "coordinator", "dashboard")]
 
 
 def test_a_coordinator_that_does_not_answer_is_what_the_run_waits_for(tmp_path: Path) -> None:
-    view = LiveView(Console(file=(told := io.StringIO()), width=300), wait_line_every_s=-1.0)
-    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
-    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
-    run._trainer = run._role("trainer", threads=1)
+    run = local_run(tmp_path, told := io.StringIO())
+    run._processes.trainer = run._processes.role("trainer")
     run._look()
     assert "not answered" not in told.getvalue()
     run._answered -= 9.0
@@ -207,13 +212,19 @@ def test_a_coordinator_that_does_not_answer_is_what_the_run_waits_for(tmp_path: 
     assert "the coordinator has not answered for 9 s" in told.getvalue()
 
 
+def waiting(words: str, remedy: str = "") -> Status:
+    return msgspec.structs.replace(NO_STATUS, phase="running", waiting_for=words, remedy=remedy)
+
+
 def test_a_wait_for_a_slow_answer_names_the_call_that_the_stage_ended_last(tmp_path: Path) -> None:
-    roles, waits = [RoleProcess("stage", [], tmp_path / "stage.log", 1)], f"a slow answer: {ENDED_CALLS}; workers: ..."
+    roles = [RoleProcess("stage", [], tmp_path / "stage.log", 1)]
+    waits = waiting(f"a slow answer: {ENDED_CALLS}; workers: ...")
     assert with_ended_call(waits, roles) == waits == with_ended_call(waits, [])
     lines = ("killed env=own task=3 reason='step() line 1'", "killed env=own task=5 reason='step() line 9'", "other")
     roles[0].log.write_text("\n".join(lines))
-    assert with_ended_call(waits, roles) == f"a slow answer: {ENDED_CALLS}, last 'step() line 9'; workers: ..."
-    assert with_ended_call("workers: 0 of 8", roles) == "workers: 0 of 8"
+    said = f"a slow answer: {ENDED_CALLS}, last 'step() line 9'; workers: ..."
+    assert with_ended_call(waits, roles).waiting_for == said
+    assert with_ended_call(waiting("workers: 0 of 8"), roles) == waiting("workers: 0 of 8")
 
 
 def test_a_wait_names_the_processes_of_its_role_that_were_stopped_and_the_monitors_know_it(
@@ -227,49 +238,34 @@ def test_a_wait_names_the_processes_of_its_role_that_were_stopped_and_the_monito
         keys_of = partial(own_keys, folder := RunFolder(tmp_path))
         own_key = load_or_make_key(folder.keys / "validator-0.key").public
         waits = "the trainer: the next step"
-        assert with_suspended(waits, roles, keys_of) == waits
+        assert with_suspended(waiting(waits), roles, keys_of) == waiting(waits)
         os.kill(stopped.pid, signal.SIGSTOP)
         while not suspended_process(stopped.pid):
             time.sleep(0.01)
-        said = with_suspended(f"{waits}. {SILENT_REMEDY}", roles, keys_of)
-        cause, remedy = split_remedy(said)
+        said = with_suspended(waiting(waits, SILENT_REMEDY), roles, keys_of)
+        cause = said.waiting_for
         assert f"{waits}; trainer: its process {stopped.pid} is stopped" in cause and "worker-0" not in cause
-        assert f"`kill -CONT {stopped.pid}`" in remedy and "validate" not in said
-        assert with_suspended("", roles, keys_of) == ""
+        assert f"`kill -CONT {stopped.pid}`" in said.remedy and "validate" not in said.remedy
+        assert with_suspended(waiting(""), roles, keys_of) == waiting("")
         roles[1].name, own = "validator-0", f"validator-0 ({own_key[:12]}) silent for 40 s"
         others = [f"{name} ({'b' * 12}) left" for name in ("big box", "validator-0")]
         for other in ("", *others):
             silent = f"{own}, {other}" if other else own
-            cause, remedy = split_remedy(with_suspended(f"validators: {silent}. {SILENT_REMEDY}", roles, keys_of))
-            assert silent in cause and "kill -CONT" in remedy
+            said = with_suspended(waiting(f"validators: {silent}", SILENT_REMEDY), roles, keys_of)
+            remedy = said.remedy
+            assert silent in said.waiting_for and "kill -CONT" in remedy
             assert "shoal admin admit" in remedy if other else "shoal admin admit" not in remedy
             assert (f"For {other.partition(' (')[0]}: " in remedy) == bool(other)
         roles[1].name = "worker-0"
-        config = load_run(Path("recipes/wordle.toml"))
-        run = LocalRun(folder, 0, False, LiveView(Console(file=io.StringIO())), shifts_of(config, folder, None, False))
-        run._trainer, seen = roles[0], list[str]()
-        status = msgspec.structs.replace(NO_STATUS, phase="running", waiting_for=waits)
-        monkeypatch.setattr(run._watch, "status", lambda: status)
-        monkeypatch.setattr(run._alarms, "look", lambda snapshot: seen.append(snapshot.status.waiting_for) or [])
+        run, seen = local_run(tmp_path), list[Status]()
+        run._processes.trainer = roles[0]
+        monkeypatch.setattr(run._watch, "status", lambda: waiting(waits))
+        monkeypatch.setattr(run._alarms, "look", lambda snapshot: seen.append(snapshot.status) or [])
         run._look()
-        assert seen == [with_suspended(waits, roles, keys_of)] == [run._shown().status.waiting_for]
+        assert seen == [with_suspended(waiting(waits), roles, keys_of)] == [run._shown().status]
     finally:
         stopped.kill()
         stopped.wait()
-
-
-@pytest.mark.parametrize("phase", ["running", "paused", "draining", "ended"])
-def test_a_pause_is_said_only_while_the_run_is_paused(tmp_path: Path, phase: str) -> None:
-    """The cause of the last pause stays in the status of a run that ends."""
-    view = LiveView(Console(file=(told := io.StringIO()), width=300))
-    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
-    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
-    status = msgspec.structs.replace(NO_STATUS, phase=phase, pause_cause=f"{FAULTS}words fails")
-    run._snapshot = replace(run._snapshot, status=status)
-    run._stage = [run._role("stage", threads=1)]
-    run._explain_pause()
-    assert ("stage.log has the traceback or the call" in told.getvalue()) == (phase == "paused")
-    assert ("has paused itself" in told.getvalue()) == (phase == "paused")
 
 
 @pytest.mark.parametrize(
@@ -281,16 +277,19 @@ def test_a_pause_is_said_only_while_the_run_is_paused(tmp_path: Path, phase: str
         ("ended", "The run has ended"),
     ],
 )
-def test_what_is_said_of_a_stopped_run_follows_from_its_phase(tmp_path: Path, phase: str, says: str) -> None:
-    view = LiveView(Console(file=(told := io.StringIO()), width=300), wait_line_every_s=-1.0)
-    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
-    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
-    run.stop_requests = 1
-    run._snapshot = replace(run._snapshot, status=msgspec.structs.replace(NO_STATUS, phase=phase))
+def test_what_is_said_of_a_run_follows_from_its_phase(tmp_path: Path, phase: str, says: str) -> None:
+    """The cause of the last pause stays in the status of a run that ends."""
+    run = local_run(tmp_path, told := io.StringIO())
+    status = msgspec.structs.replace(NO_STATUS, phase=phase, pause_cause=f"{FAULTS}words fails")
+    run._snapshot = replace(run._snapshot, status=status)
+    run._messages.explain_pause(run._snapshot, [run._processes.role("stage")])
+    assert ("stage.log has the traceback or the call" in told.getvalue()) == (phase == "paused")
+    assert ("has paused itself" in told.getvalue()) == (phase == "paused")
+    run.supervisor.request_stop()
     assert run._say_stopped() == 130 and says in told.getvalue()
     assert ("resumes the run" in told.getvalue()) == (phase == "running")
     assert ("missing" in told.getvalue()) == (phase == "ended")
-    folder.summary.write_text("{}")
+    (tmp_path / "summary.json").write_text("{}")
     told.truncate(0)
     assert run._say_stopped() == 130 and "missing" not in told.getvalue()
     run._look()
@@ -323,7 +322,7 @@ def test_a_resume_shows_the_steps_so_far_while_the_log_is_read(tmp_path: Path) -
     folder.metrics.write_text("".join(f'{{"step": {step}, "reward_all_mean": 0.5}}\n' for step in range(120)))
     screen = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
     view = LiveView(screen)
-    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
+    run = LocalRun(RunProcesses(folder, 0, False, shifts_of(config, folder, None, False)), view)
     run._notice = run._start_notice()
     run._look()
     view.close()
@@ -334,14 +333,15 @@ def test_a_resume_shows_the_steps_so_far_while_the_log_is_read(tmp_path: Path) -
 
 
 def test_a_run_whose_final_policy_is_evaluated_is_not_shown_as_ended(tmp_path: Path) -> None:
-    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
-    run = LocalRun(folder, 0, False, LiveView(Console(file=io.StringIO())), shifts_of(config, folder, None, False))
+    run = local_run(tmp_path)
     run._look()
     run._snapshot = replace(run._snapshot, status=msgspec.structs.replace(run._snapshot.status, phase="ended"))
     assert run._shown().status.phase == "evaluating", "its evaluation is not begun"
-    run._evaluations.processes.append(RoleProcess("evaluate-after", ["true"], tmp_path / "evaluate.log", 1, None))
+    run._processes.evaluations.processes.append(
+        RoleProcess("evaluate-after", ["true"], tmp_path / "evaluate.log", 1, None)
+    )
     assert run._shown().status.phase == "evaluating" and run._snapshot.status.phase == "ended"
-    run._evaluations.processes[0].state = "done"
+    run._processes.evaluations.processes[0].state = "done"
     assert run._shown().status.phase == "ended"
 
 
@@ -349,16 +349,15 @@ def test_a_run_whose_final_policy_is_evaluated_is_not_shown_as_ended(tmp_path: P
 def test_a_pause_blames_no_limit_that_a_run_came_to_while_it_fell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_first: float, is_cause: bool
 ) -> None:
-    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
-    monkeypatch.setattr("shoal.launch.supervisor.flat_samples", lambda folder: [])
-    monkeypatch.setattr("shoal.runs.conversation.why_flat", lambda folder: f"{BY_LIMIT} 62 of the 64 rollouts")
+    config = load_run(Path("recipes/wordle.toml"))
+    monkeypatch.setattr("shoal.launch.launcher_log.flat_samples", lambda folder: [])
+    monkeypatch.setattr("shoal.runs.rollout_samples.why_flat", lambda folder: f"{BY_LIMIT} 62 of the 64 rollouts")
     monkeypatch.setattr(RunFolder, "config", lambda folder: config)
-    view = LiveView(Console(file=(told := io.StringIO()), width=300))
-    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
+    run = local_run(tmp_path, told := io.StringIO())
     status = msgspec.structs.replace(run._snapshot.status, phase="paused", pause_cause=NO_SIGNAL, flat_reward=0.0)
     metrics = ({"step": 0, "reward_all_mean": 0.3, "solve_rate": 0.3, "overlong_share": at_first},)
     run._snapshot = replace(run._snapshot, status=status, metrics=metrics)
-    run._explain_pause()
+    run._messages.explain_pause(run._snapshot, [])
     assert (BY_LIMIT in told.getvalue()) is is_cause and (FALLEN in told.getvalue()) is not is_cause
 
 
@@ -368,10 +367,10 @@ def test_a_refused_resume_leaves_the_run_as_it_was_and_a_watch_follows_one_that_
 ) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE)
     folder, run_file = RunFolder(tmp_path / "run"), tmp_path / "small.toml"
-    book = Town(folder.root, load_run(run_file)).desk.book
-    book.write(Admin("drain", "", time.time()), time.time())
-    assert book.state.phase == "draining"
-    book.store.close()
+    log_writer = RunTestbed(folder.root, load_run(run_file)).coordinator.log_writer
+    log_writer.write(Admin("drain", AdminRequest(), time.time()), time.time())
+    assert log_writer.state.phase == "draining"
+    log_writer.store.close()
     watched, before = FolderWatch(folder.root), folder.run_file.read_bytes()
     command = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml", "--out", "run", "--set", change]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -388,7 +387,7 @@ def test_a_resume_deletes_what_was_kept_only_where_set_says_so(
 ) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE)
     folder, run_file = RunFolder(tmp_path / "run"), tmp_path / "small.toml"
-    Town(folder.root, load_run(run_file, ["storage.retain=all"])).desk.book.store.close()
+    RunTestbed(folder.root, load_run(run_file, ["storage.retain=all"])).coordinator.log_writer.store.close()
     command = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml", "--out", "run"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2 and not folder.start_file.exists(), result.stderr

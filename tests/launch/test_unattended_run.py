@@ -10,7 +10,7 @@ from shoal.errors import StateError
 from shoal.launch.pipeline.unattended_run import IDLE_LIMIT_S, UnattendedView
 from shoal.run_folder import RunFolder
 from shoal.runs.run_status import NO_STATUS, RunStatus
-from tests.launch.test_stage_pipeline import RL, ROOT, finish, start
+from tests.launch.test_pipeline import RL, ROOT, finish, start
 
 WAKING = """        if not Path("AWAKE").exists():
             return 0.5

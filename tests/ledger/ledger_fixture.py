@@ -2,13 +2,14 @@
 
 from msgspec import UNSET
 
-from shoal.ledger.commands import AskLease, JoinRun, Publish, Submit, SubmitVerdict
+from shoal.ledger.commands import AskLease, JoinRun, Publish, Submit, SubmitVerdict, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN, verify
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.log.writer import LogWriter
-from shoal.ledger.run import Create, RunCreated
-from shoal.protocol.audit_selection import influence, must_audit, paid_tokens
+from shoal.ledger.run_events import Create, RunCreated
+from shoal.ledger.state import state_hash
+from shoal.protocol.audit_and_pay import influence, must_audit, paid_tokens
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import GroupVerdict, Join, Rules, Sampling, Verdict
 from shoal.protocol.seed_chain import SecretChain
@@ -25,7 +26,7 @@ def rules(**changes):
 
 
 class World:
-    """A book with a clock and honest moves, so that a test contains only what it is about."""
+    """A log with a clock and honest moves, so that a test contains only what it is about."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class World:
     ):
         self.path, self.now, self.rechecks = tmp_path / "log.sqlite", 1000.0, {}
         self.links = []
-        self.book = LogWriter(Store(sqlite_url(self.path)))
+        self.log_writer = LogWriter(Store(sqlite_url(self.path)))
         ends = "00" * 32, "11" * 32
         if secret:
             self.links = [SecretChain(secret, purpose).links() for purpose in (SLOT_CHAIN, AUDIT_CHAIN)]
@@ -57,10 +58,10 @@ class World:
 
     @property
     def state(self):
-        return self.book.state
+        return self.log_writer.state
 
     def do(self, command):
-        return self.book.write(command, self.now)
+        return self.log_writer.write(command, self.now)
 
     def enter(self, key, role="worker"):
         return self.do(JoinRun(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), self.now))
@@ -117,11 +118,45 @@ class World:
         self.judge(self.submit(key, lease), **how)
         return lease
 
+    def publish_if_due(self):
+        if self.state.main.version in self.state.main.batches:
+            self.publish()
+
+    def work(self, key, blocks=1, **how):
+        """Serve one block after another, and publish each version whose batch is formed."""
+        for _ in range(blocks):
+            self.publish_if_due()
+            self.serve(key, **how)
+
+    def tick(self, after_s):
+        """Events of the clock after some time."""
+        self.now += after_s
+        return [entry.body for entry in self.do(Tick(self.now))]
+
+    def bodies(self, kind):
+        """Of all events of a kind."""
+        return [entry.body for entry in self.audit().entries if isinstance(entry.body, kind)]
+
     def audit(self, receipts=(), now=None):
         """Without the findings on links: this world has no secret from which they could come."""
-        audit = verify(self.book.store.read(), receipts, now)
+        audit = verify(self.log_writer.store.read(), receipts, now)
         audit.findings = without_links(audit.findings)
         return audit
+
+
+def started(tmp_path, workers, *how, **changes):
+    """A world with a worker, or several, whose first version is published."""
+    world = World(tmp_path, *how, **changes)
+    for key in [workers] if isinstance(workers, str) else workers:
+        world.enter(key)
+    world.publish()
+    return world
+
+
+def assert_holds(world):
+    """No auditor finds anything, and a replay gives the same state."""
+    audit = world.audit()
+    assert audit.findings == [] and state_hash(audit.state) == state_hash(world.state)
 
 
 def without_links(findings):

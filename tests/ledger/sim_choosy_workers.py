@@ -1,11 +1,12 @@
 """A run in time, on the real `decide` and `apply`: honest workers, workers that choose, a validator and a trainer.
 
-Called by `test_choosing.py`. Of each two neighbouring slots, every chooser wants the draw of one and not of the other.
+Of each two neighbouring slots, every chooser wants the draw of one and not of the other.
 A chooser plays what it is leased, and then does not send what it does not want. Everything follows from a seed. There is
 no store: events are applied to a state in memory. `python -m tests.ledger.sim_choosy_workers` prints what each plan does to
 the mix.
 """
 
+import functools
 import heapq
 import itertools
 import random
@@ -14,9 +15,9 @@ from typing import NamedTuple
 from shoal.ledger.commands import AskLease, JoinRun, Publish, ReturnLeases, Submit, SubmitVerdict, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused, Wait
-from shoal.ledger.registry import apply, decide, make_entry
-from shoal.ledger.run import Create, RunCreated
+from shoal.ledger.event_types import apply, decide, make_entry
 from shoal.ledger.run_decisions import consequent_events
+from shoal.ledger.run_events import Create, RunCreated
 from shoal.ledger.state import State
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import GroupVerdict, Join, Sampling, Verdict
@@ -77,12 +78,8 @@ class Found(NamedTuple):
     """Of the groups that were trained on."""
     void: float
     """Slots of retired versions that have no group."""
-    unused: float
-    """Groups of retired versions that have signal, but that no batch took."""
     hours: float
     """That the run took."""
-    credits: int
-    """Of the choosers."""
 
 
 class Stage:
@@ -91,7 +88,7 @@ class Stage:
     def __init__(self, scene: Scene):
         self.scene, self.state, self.now = scene, State(), 1000.0
         self.rng, self.order, self.due = random.Random(scene.seed), itertools.count(), []
-        self.forged, self.known, self.training, self.entries = set(), set(), False, []
+        self.forged, self.known, self.training = set(), set(), False
         self.do(Create(RunCreated(
             "r" * 32, "stage", "k" * 64, TRAINER, (VALIDATOR,), "00" * 32, "11" * 32, (), Sampling(1.0, 8, 64),
             rules(
@@ -124,8 +121,7 @@ class Stage:
         bodies = decide(command, self.state)
         while bodies:
             for body in bodies:
-                self.entries.append(make_entry(self.state.seq + 1, self.now, body, self.state.head))
-                apply(self.state, self.entries[-1])
+                apply(self.state, make_entry(self.state.seq + 1, self.now, body, self.state.head))
             bodies = consequent_events(self.state)
         if self.state.main.version in self.state.main.batches and not self.training:
             self.training = True
@@ -171,13 +167,10 @@ class Stage:
         retired = [stream.versions[v] for v in range(2, stream.version - self.scene.staleness)]
         slots = [slot for version in retired for slot in version.slots.values()]
         lost = sum(len(version.blocks) * size - len(version.slots) for version in retired)
-        keys = {key for chooser in self.choosers for key in chooser.keys}
         return Found(
             100 * sum(self.is_unwanted(*place) for place in trained) / len(trained),
             100 * (lost + sum(slot.status == "void" for slot in slots)) / (lost + len(slots)),
-            100 * sum(slot.status == "signal" and slot.step < 0 for slot in slots) / (lost + len(slots)),
             (self.now - 1000.0) / 3600,
-            sum(self.state.members[key].credits for key in keys),
         )
 
 
@@ -314,6 +307,7 @@ class Chooser(Worker):
             self.new_key()
 
 
+@functools.cache
 def stage_of(**scene):
     return Stage(Scene(**scene)).play()
 

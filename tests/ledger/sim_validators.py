@@ -1,6 +1,6 @@
 """A run in simulated time whose validators take time to judge, by the real `decide` and `apply`, without a store.
 
-Called by `test_turns.py`. Workers submit at a fixed rate, validators take what the rules give them, and each has a habit of
+Workers submit at a fixed rate, validators take what the rules give them, and each has a habit of
 its own. A second has no meaning but the clock inside the commands.
 """
 
@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from shoal.ledger.commands import AskLease, JoinRun, Publish, Submit, SubmitVerdict, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.event_types import apply, decide, make_entry
 from shoal.ledger.members import ValidatorFault
-from shoal.ledger.pay import Slash
-from shoal.ledger.registry import apply, decide, make_entry
-from shoal.ledger.run import Create, RunCreated
 from shoal.ledger.run_decisions import consequent_events
+from shoal.ledger.run_events import Create, RunCreated
 from shoal.ledger.state import State
 from shoal.ledger.verdict_decisions import to_judge
 from shoal.ledger.verdicts import Decision, Rechecked
-from shoal.protocol.audit_selection import influence, must_audit
+from shoal.protocol.audit_and_pay import influence, must_audit
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import GroupVerdict, Join, Rules, Sampling, Verdict
 
@@ -122,14 +121,13 @@ class Panel:
     seed: int = 0
     batch_groups: int = 60
     max_staleness: int = 3
-    audit_rate: float = 0.05
     train_s: float = 0.0
     now: float = 0.0
     state: State = field(default_factory=State)
     counts: Counter = field(default_factory=Counter)
     """Of events."""
     faults: dict = field(default_factory=dict)
-    """Times and submissions judged by then, of each validator's faults."""
+    """How many submissions were decided by the time of each of a validator's faults."""
     decided: int = 0
     accepted: Counter = field(default_factory=Counter)
     """Submissions, by worker."""
@@ -144,7 +142,7 @@ class Panel:
         self.rng, self.numbers, self.queue = random.Random(self.seed), itertools.count(), []
         rules = Rules(
             group_size=4, block_groups=2, batch_groups=self.batch_groups, max_staleness=self.max_staleness,
-            steps=4000, lease_s=120.0, audit_rate=self.audit_rate, dtype="float32", bounds={}, quarantine_s=30.0,
+            steps=4000, lease_s=120.0, audit_rate=0.05, dtype="float32", bounds={}, quarantine_s=30.0,
         )  # fmt: skip
         keys = tuple(judge.key for judge in self.judges)
         self.do(Create(RunCreated(
@@ -192,7 +190,6 @@ class Panel:
         return made
 
     def note(self, body):
-        self.counts[type(body).__name__] += 1
         match body:
             case Decision():
                 record = self.state.submissions[body.submission]
@@ -204,11 +201,9 @@ class Panel:
                 elif self.forged[body.submission]:
                     self.counts["forged and refused"] += 1
             case ValidatorFault():
-                self.faults.setdefault(body.validator, []).append((self.now, self.decided))
+                self.faults.setdefault(body.validator, []).append(self.decided)
             case Rechecked():
                 self.counts[f"rechecked: {body.outcome}"] += 1
-            case Slash():
-                self.counts[f"slashed: {body.node[:6]}"] += 1
             case _:
                 pass
 
@@ -278,5 +273,5 @@ class Panel:
             try:
                 self.do(SubmitVerdict(judge.key, Verdict(name, groups), self.now, "p" * 64, self.rng.random(), differs))
             except Refused:
-                self.counts["overtaken"] += 1
+                pass
         self.look(judge)

@@ -7,12 +7,11 @@ import pytest
 
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused
-from shoal.ledger.records import SubmissionRecord
-from shoal.ledger.verdict_tally import tally_verdicts
+from shoal.ledger.verdict_majority import tally_verdicts
 from shoal.protocol.algorithm_config import Cispo, Composition, Grpo, Vine
-from shoal.protocol.audit_selection import REPLAY, influence, must_audit
+from shoal.protocol.audit_and_pay import REPLAY, influence, must_audit
 from shoal.protocol.messages import GroupVerdict
-from tests.ledger.ledger_fixture import World
+from tests.ledger.ledger_fixture import started
 
 
 def verdict(*outcomes, rewards=(0.0, 1.0)):
@@ -40,11 +39,6 @@ def of(rewards, tokens=100, algorithm=Grpo()):
     return influence(rewards, tokens, algorithm)
 
 
-def test_influence_is_zero_without_signal_and_grows_with_length():
-    assert of((1.0, 1.0, 1.0), 900) == 0.0
-    assert of((0.0, 1.0), 200) == 2 * of((0.0, 1.0), 100) == 100.0
-
-
 @pytest.mark.parametrize(
     "algorithm", [Composition(advantage="gae"), Composition(advantage="teacher"), Composition(advantage="reward_model")]
 )
@@ -55,6 +49,7 @@ def test_where_the_trainers_models_say_what_rollouts_are_worth_length_alone_coun
 
 def test_influence_bounds_what_the_algorithm_makes_of_the_rewards():
     """However near to each other rewards are: what an algorithm multiplies them by counts, too."""
+    assert of((1.0, 1.0, 1.0), 900) == 0.0 and of((0.0, 1.0), 200) == 2 * of((0.0, 1.0), 100) == 100.0
     vine, whitened = Composition(credit=Vine()), Composition(loss=Cispo(), advantage="mean_std")
     assert of((1.0, 1.001), algorithm=vine) == 100.0, "continuations may be worth anything"
     assert of((1.0, 1.001), algorithm=whitened) == 100.0
@@ -77,10 +72,7 @@ FLAT = (1.0,) * 4
 
 def of_two_lengths(tmp_path, **how):
     """A run with a critic in which all rewards are equal: one worker's groups have usual lengths, the other's are long."""
-    world = World(tmp_path, law=TRUSTING, audit_rate=0.05, max_staleness=2, batch_groups=16, **how)
-    for key in (LONG, SHORT):
-        world.enter(key)
-    world.publish()
+    world = started(tmp_path, (LONG, SHORT), law=TRUSTING, audit_rate=0.05, max_staleness=2, batch_groups=16, **how)
     for _ in range(2):
         world.serve(SHORT, rewards=FLAT, tokens=10)
         world.serve(LONG, rewards=FLAT, tokens=100)
@@ -116,25 +108,6 @@ def test_pay_for_length_raises_the_rate_of_a_flat_group():
     assert not must_audit(0.39, 0.05, 0.0, 10.0, 70.0, 10.0)
     assert must_audit(0.39, 0.05, 0.0, 10.0, 80.0, 10.0), "8 times the usual pay: 40 %"
     assert must_audit(0.99, 0.05, 0.0, 10.0, 200.0, 10.0), "20 times the usual pay: always"
-
-
-def ahead(order, judged, silent, key):
-    submission = SubmissionRecord("0", "d", 0, "h", 0.0, (), 0.0, order=order, verdicts=dict.fromkeys(judged, ()))
-    return submission.ahead_of(key, silent)
-
-
-def test_each_validator_waits_for_those_before_it_that_have_not_judged():
-    order = ("x", "y", "z")
-    assert ahead(order, set(), set(), "x") == []
-    assert ahead(order, set(), set(), "y") == ["x"]
-    assert ahead(order, {"x"}, set(), "y") == []
-    assert ahead(order, set(), set(), "late comer") == ["x", "y", "z"]
-
-
-def test_nobody_waits_for_a_silent_validator_which_keeps_its_own_place():
-    order = ("x", "y", "z")
-    assert [ahead(order, set(), {"x"}, key) for key in order] == [[], [], ["y"]]
-    assert [ahead(order, set(), {"y"}, key) for key in order] == [[], ["x"], ["x"]]
 
 
 def test_one_verdict_accepts_and_a_refusal_waits_for_a_second():

@@ -7,10 +7,10 @@ from shoal.errors import StateError
 from shoal.ledger.batches import BatchFormed, GroupAccepted
 from shoal.ledger.constants import LAW
 from shoal.ledger.event import GENESIS
+from shoal.ledger.event_types import make_entry, read_entry
 from shoal.ledger.leases import LeaseGranted
 from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN, verify
 from shoal.ledger.pay import Credit, Forfeited, Slash, Vested
-from shoal.ledger.registry import make_entry, read_entry
 from shoal.ledger.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed
@@ -18,7 +18,7 @@ from shoal.protocol.algorithm_config import Composition, Vine
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_LEASE_BLOCKS
 from shoal.protocol.encoding import WireError
 from shoal.protocol.seed_chain import SecretChain
-from tests.ledger.ledger_fixture import VALIDATOR, World, rules
+from tests.ledger.ledger_fixture import VALIDATOR, rules, started
 
 WORKER = "a" * 64
 
@@ -64,16 +64,23 @@ def test_groups_of_blocks_that_are_refused_for_their_noise_are_counted_and_not_l
     assert verify(rows_of(world_lines)).state.members[WORKER].reasons == {"sampling": 2 * len(lease.blocks)}
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"max_staleness": -1}, {"worker_share": 1.1}, {"lease_s": 0.0}, {"audit_rate": -0.1}], ids=str
+)
+def test_a_log_whose_rules_no_run_file_could_ask_for_is_not_read(lines, wrong):
+    time, created = lines[0]
+    with pytest.raises(WireError, match=f"at `\\$.rules.{next(iter(wrong))}`"):
+        rows_of([(time, msgspec.structs.replace(created, rules=rules(**wrong)))])
+
+
 @pytest.fixture
 def lines(tmp_path):
     """(time, body) of each event of an honest run that ends with its first batch."""
-    world = World(tmp_path)
-    world.enter(WORKER)
-    world.publish()
+    world = started(tmp_path, WORKER)
     for _ in range(2):
         world.serve(WORKER)
     assert world.audit().findings == []
-    entries = [read_entry(data)[0] for data, _ in world.book.store.read()]
+    entries = [read_entry(data)[0] for data, _ in world.log_writer.store.read()]
     assert isinstance(entries[-1].body, BatchFormed)
     return [(entry.time, entry.body) for entry in entries]
 
@@ -213,9 +220,7 @@ def test_books_that_do_not_balance_are_named(lines, monkeypatch):
 
 def test_a_law_of_the_hosts_own_is_named_with_each_constant(tmp_path):
     own = msgspec.structs.replace(LAW, refused_blocks=10**6, recheck_rate=0.0, max_quarantine_s=1e12)
-    world = World(tmp_path, law=own)
-    world.enter(WORKER)
-    world.publish()
+    world = started(tmp_path, WORKER, law=own)
     world.serve(WORKER)
     assert world.audit().findings == [
         "the law differs from the project's in recheck_rate = 0.0, not 0.05; refused_blocks = 1000000, not 8; "
@@ -261,17 +266,10 @@ def test_what_follows_a_submission_is_decided_again_while_its_link_is_secret(sec
     assert any(named in finding for finding in findings(edit(secret_lines)))
 
 
-def test_a_log_that_ends_before_the_draws_of_a_submission_is_cut_short(secret_lines):
-    found = findings(secret_lines[: place(secret_lines, AuditDrawn)])
-    assert found == ["the log ends in the middle of what its last event led to: due is audit_drawn"]
-
-
 @pytest.fixture
 def secret_lines(tmp_path):
     """(time, body) of each event of a run with one submission whose validator has a turn."""
-    world = World(tmp_path)
-    world.enter(WORKER)
-    world.publish()
+    world = started(tmp_path, WORKER)
     world.judge(world.submit(WORKER, world.lease(WORKER), order=(VALIDATOR,)))
     return [(entry.time, entry.body) for entry in world.audit().entries]
 
@@ -280,10 +278,8 @@ def secret_lines(tmp_path):
 
 
 def test_rules_that_no_arithmetic_can_follow_are_a_finding(tmp_path):
-    changes, fault = {"worker_share": 1e308, "batch_groups": 10**6}, "OverflowError"
-    world = World(tmp_path)
-    world.enter(WORKER)
-    world.publish()
+    changes, fault = {"batch_groups": 10**400}, "OverflowError"
+    world = started(tmp_path, WORKER)
     world.lease(WORKER)
     created, *rest = [(entry.time, entry.body) for entry in world.audit().entries]
     broken = msgspec.structs.replace(created[1], rules=rules(**changes))

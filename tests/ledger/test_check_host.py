@@ -5,12 +5,13 @@ import pytest
 from shoal.ledger.commands import Admin, Submit, Tick
 from shoal.ledger.errors import Refused
 from shoal.ledger.event import GENESIS
+from shoal.ledger.event_types import make_entry
 from shoal.ledger.leases import LeaseGranted, LeaseLapsed
 from shoal.ledger.log.check import verify
-from shoal.ledger.registry import make_entry
 from shoal.ledger.submissions import SubmissionReceived
 from shoal.protocol.encoding import digest
-from tests.ledger.ledger_fixture import World, without_links
+from shoal.protocol.messages import AdminRequest
+from tests.ledger.ledger_fixture import started, without_links
 
 RIVAL, FRIEND = "a" * 64, "b" * 64
 HOUR_S = 3600.0
@@ -18,11 +19,7 @@ HOUR_S = 3600.0
 
 @pytest.fixture
 def world(tmp_path):
-    world = World(tmp_path, batch_groups=8)
-    world.enter(RIVAL)
-    world.enter(FRIEND)
-    world.publish()
-    return world
+    return started(tmp_path, (RIVAL, FRIEND), batch_groups=8)
 
 
 def lines_of(world):
@@ -65,7 +62,7 @@ def lapsed_early(world):
     world.lease(RIVAL)
     world.now += 3.0
     false_time = world.now + HOUR_S
-    jumped = world.book.write(Tick(false_time), false_time)
+    jumped = world.log_writer.write(Tick(false_time), false_time)
     assert [entry.body for entry in jumped] == [LeaseLapsed("0", "deadline")]
 
 
@@ -101,7 +98,7 @@ def test_a_host_that_jumps_and_goes_on_is_found_by_what_workers_signed(world):
     assert any("(submission_received) is against the rules" in finding for finding in findings(booked))
 
 
-@pytest.mark.parametrize("skew_s", [-59, 40, 59])
+@pytest.mark.parametrize("skew_s", [-59, 59])
 def test_a_worker_whose_clock_is_wrong_by_less_than_the_window_is_booked(world, skew_s):
     lease = world.lease(RIVAL)
     world.do(submit(world, lease, world.now + skew_s))
@@ -129,7 +126,7 @@ def submit(world, lease, created, size_bytes=100):
 
 def hidden(world, now=None):
     """What is said of the links of this world, which has none."""
-    found = verify(world.book.store.read(), (), now).findings
+    found = verify(world.log_writer.store.read(), (), now).findings
     assert without_links(found) == []
     return [
         finding.removeprefix("the link of version ").split(" is not revealed, so its groups")[0] for finding in found
@@ -137,7 +134,7 @@ def hidden(world, now=None):
 
 
 def say_of(world, version, now=None):
-    found = verify(world.book.store.read(), (), now).findings
+    found = verify(world.log_writer.store.read(), (), now).findings
     return next((f.partition("audited: ")[2] for f in found if f.startswith(f"the link of version {version} ")), "")
 
 
@@ -174,20 +171,15 @@ def test_a_link_may_wait_for_a_submission_only_while_later_ones_wait_too(world, 
 
 
 def test_an_ended_run_must_have_revealed_every_link(tmp_path):
-    world = World(tmp_path)
-    world.enter(RIVAL)
-    world.publish()
-    world.do(Admin("drain", "", world.now))
+    world = started(tmp_path, RIVAL)
+    world.do(Admin("drain", AdminRequest(), world.now))
     assert world.state.phase == "ended" and hidden(world) == []
     assert hidden(world, now=world.now + 59.0) == []
     assert "the run ended 61 s ago" in say_of(world, 0, now=world.now + 61.0)
 
 
 def test_an_ended_run_waits_an_hour_for_its_last_verdicts(tmp_path):
-    world = World(tmp_path, steps=3)
-    world.enter(RIVAL)
-    world.enter(FRIEND)
-    world.publish()
+    world = started(tmp_path, (RIVAL, FRIEND), steps=3)
     kept = world.submit(FRIEND, world.lease(FRIEND))
     world.now += 60.0  # from now on another worker may make the block, so the run goes on
     for _ in range(3):

@@ -5,14 +5,14 @@ import pytest
 from shoal.ledger import lease_granting as leases_rules
 from shoal.ledger.batch_selection import blocks_in_the_way, blocks_to_continue, groups_wanted, next_members, supply
 from shoal.ledger.batches import SlotVoid
-from shoal.ledger.commands import Admin, AskLease, ReturnLeases, SubmitVerdict, Tick
+from shoal.ledger.commands import Admin, AskLease, ReturnLeases, SubmitVerdict
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.slot_draws import lease_of, solved_groups
 from shoal.protocol.algorithm_config import Composition, Vine
-from shoal.protocol.branching import FIRST_BLOCK, continued_slot, is_continued
 from shoal.protocol.constants import CONTINUATIONS, EPISODES
-from shoal.protocol.messages import EnvSpec, GroupVerdict, Verdict
-from tests.ledger.ledger_fixture import VALIDATOR, World
+from shoal.protocol.continuations import FIRST_BLOCK, continued_slot, is_continued
+from shoal.protocol.messages import AdminRequest, EnvSpec, GroupVerdict, Verdict
+from tests.ledger.ledger_fixture import VALIDATOR, started
 
 ALICE, BOB, CAROL = "a" * 64, "b" * 64, "c" * 64
 VINE = Composition(credit=Vine(continuations=2, every=2, most=2))
@@ -21,11 +21,7 @@ ENV = EnvSpec("arithmetic", "0" * 64, 10, 1.0, {})
 
 
 def vine_world(tmp_path, workers=(ALICE, BOB), **changes):
-    world = World(tmp_path, **{"algorithm": VINE, "max_staleness": 0, **changes})
-    for key in workers:
-        world.enter(key)
-    world.publish()
-    return world
+    return started(tmp_path, workers, **{"algorithm": VINE, "max_staleness": 0, **changes})
 
 
 def voids(world):
@@ -39,13 +35,6 @@ def serve_all(world, key=ALICE, **how):
             world.serve(key, **how)
         except Wait:
             return
-
-
-def test_a_run_without_vines_continues_nothing(tmp_path):
-    world = vine_world(tmp_path, algorithm=Composition())
-    serve_all(world)
-    assert 0 in world.state.main.batches
-    assert not any(map(is_continued, world.state.main.versions[0].blocks)) and world.audit().findings == []
 
 
 def test_groups_of_the_next_batch_are_continued_before_new_blocks_are_leased(tmp_path):
@@ -188,24 +177,6 @@ def test_an_asynchronous_batch_takes_only_groups_whose_continuations_are_final(t
     assert next_members(world.state, world.state.main) == [(0, 2), (0, 3)]
 
 
-def test_the_last_batch_of_a_version_waits_for_its_continuations_too(tmp_path):
-    """Otherwise a worker could hold those whose rewards it does not like until their parents are too old."""
-    world = vine_world(tmp_path, max_staleness=1, batch_groups=2)
-    world.serve(ALICE)
-    world.serve(ALICE)
-    assert 0 in world.state.main.batches
-    held = world.serve(BOB)  # block 1 of version 0
-    kept = world.lease(BOB)
-    assert is_continued(kept.blocks[0]) and held.blocks == (1,)
-    world.publish()
-    while next_members(world.state, world.state.main) == []:
-        world.serve(ALICE)
-    assert blocks_in_the_way(world.state, world.state.main) == [(0, FIRST_BLOCK + 1)]
-    assert 1 not in world.state.main.batches
-    world.judge(world.submit(BOB, kept))
-    assert world.state.main.batches[1] == ((0, 2), (0, 3)) and world.audit().findings == []
-
-
 def test_the_last_batch_of_a_version_waits_for_continuations_that_nobody_has_begun(tmp_path):
     world = vine_world(tmp_path, max_staleness=1, batch_groups=2)
     world.serve(ALICE)
@@ -239,22 +210,10 @@ def test_continuations_that_many_workers_gave_back_are_void_and_their_parents_us
     assert world.state.main.batches[0] == ((0, 0), (0, 1)) and world.audit().findings == []
 
 
-def test_in_a_synchronous_run_dropped_continuations_are_made_by_somebody_else(tmp_path):
-    world = vine_world(tmp_path, batch_groups=2)
-    world.serve(ALICE)
-    for _ in range(6):
-        world.do(ReturnLeases(BOB, (world.lease(BOB).id,), world.now))
-        world.now += 4000.0
-        world.do(Tick(world.now))
-    assert voids(world) == [] and 0 not in world.state.main.batches
-    assert world.serve(ALICE).blocks == (FIRST_BLOCK,)
-    assert 0 in world.state.main.batches and world.audit().findings == []
-
-
 def test_a_drain_leaves_out_continuations_that_nobody_makes(tmp_path):
     world = vine_world(tmp_path, batch_groups=2, max_staleness=1)
     lease = world.lease(ALICE)
-    world.do(Admin("drain", "", world.now))
+    world.do(Admin("drain", AdminRequest(), world.now))
     world.judge(world.submit(ALICE, lease))
     assert [void.cause for void in voids(world)] == ["drained"]
     assert world.state.main.batches[0] == ((0, 0), (0, 1)) and world.state.phase == "draining"
@@ -267,7 +226,7 @@ def test_a_drain_after_the_parents_leaves_them_out_too_and_waits_for_those_at_wo
     world.serve(ALICE)
     lease = world.lease(BOB)
     world.serve(ALICE)
-    world.do(Admin("drain", "", world.now))
+    world.do(Admin("drain", AdminRequest(), world.now))
     assert [void.slots[0] for void in voids(world)] == [continued_slot(2, 2)]
     assert 0 not in world.state.main.batches
     world.judge(world.submit(BOB, lease))
@@ -280,9 +239,9 @@ def test_a_synchronous_run_that_is_drained_and_resumed_learns_the_same(tmp_path)
     world.serve(ALICE)
     lease = world.lease(BOB)
     world.serve(ALICE)
-    world.do(Admin("drain", "", world.now))
+    world.do(Admin("drain", AdminRequest(), world.now))
     assert voids(world) == [] and world.state.phase == "draining"
-    world.do(Admin("resume", "", world.now))
+    world.do(Admin("resume", AdminRequest(), world.now))
     world.judge(world.submit(BOB, lease))
     assert world.serve(ALICE).blocks == (FIRST_BLOCK + 1,)
     slots = world.state.main.versions[0].slots
@@ -296,7 +255,7 @@ def test_a_drain_of_a_synchronous_run_ends_without_a_batch_that_lacks_continuati
     world = vine_world(tmp_path, batch_groups=2)
     world.serve(ALICE)
     lease = world.lease(BOB)
-    world.do(Admin("drain", "", world.now))
+    world.do(Admin("drain", AdminRequest(), world.now))
     assert world.state.phase == "draining"
     world.judge(world.submit(BOB, lease))
     assert 0 in world.state.main.batches
@@ -305,7 +264,7 @@ def test_a_drain_of_a_synchronous_run_ends_without_a_batch_that_lacks_continuati
     (tmp_path / "unbegun").mkdir()
     world = vine_world(tmp_path / "unbegun", batch_groups=2)
     world.serve(ALICE)
-    world.do(Admin("drain", "", world.now))
+    world.do(Admin("drain", AdminRequest(), world.now))
     assert world.state.phase == "ended" and not world.state.main.batches
     assert voids(world) == [] and world.audit().findings == []
 

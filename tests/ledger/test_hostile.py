@@ -1,17 +1,15 @@
 """What a bad member may send: the rules refuse it, it delays nobody else, and no state is half changed."""
 
 import asyncio
-import contextlib
-import random
 
 import pytest
 
-from shoal.ledger import registry
+from shoal.ledger import event_types
 from shoal.ledger.batch_selection import groups_wanted
 from shoal.ledger.batches import GroupAccepted, SlotVoid
 from shoal.ledger.commands import Admin, AskLease, JoinRun, Publish, ReturnLeases, Submit, SubmitVerdict, Tick
-from shoal.ledger.constants import LAW, Law, law_difference
-from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused
 from shoal.ledger.log.writer import replay
 from shoal.ledger.members import ValidatorFault
 from shoal.ledger.pay import Forfeited, Slash
@@ -19,14 +17,14 @@ from shoal.ledger.state import state_hash
 from shoal.ledger.submissions import AuditDrawn
 from shoal.ledger.verdict_decisions import to_judge
 from shoal.ledger.verdicts import Decision, Rechecked
-from shoal.protocol.audit_selection import CHECKS, REPLAY
+from shoal.protocol.audit_and_pay import CHECKS, REPLAY
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.encoding import digest
 from shoal.protocol.message_sizes import most_lease_blocks
-from shoal.protocol.messages import GroupVerdict, Join, Verdict
-from shoal.verification.audit_checks import AUDIT
-from shoal.verification.model_free import MODEL_FREE
-from tests.ledger.ledger_fixture import TRAINER, World
+from shoal.protocol.messages import AdminRequest, GroupVerdict, Join, Verdict
+from shoal.verification.checks_with_model import AUDIT
+from shoal.verification.checks_without_model import MODEL_FREE
+from tests.ledger.ledger_fixture import TRAINER, started
 
 WORKER = "a" * 64
 JUDGES = ("d" * 64, "e" * 64, "f" * 64)
@@ -35,17 +33,7 @@ JUDGES = ("d" * 64, "e" * 64, "f" * 64)
 @pytest.fixture
 def court(tmp_path):
     """A run with three validators and one worker."""
-    world = World(tmp_path, JUDGES, steps=200, max_staleness=50, audit_rate=0.05)
-    world.enter(WORKER)
-    world.publish()
-    return world
-
-
-def serve(world, blocks, worker=WORKER):
-    for _ in range(blocks):
-        if world.state.main.version in world.state.main.batches:
-            world.publish()
-        world.serve(worker, by=JUDGES[0])
+    return started(tmp_path, WORKER, JUDGES, steps=200, max_staleness=50, audit_rate=0.05)
 
 
 def bodies(entries, kind):
@@ -63,7 +51,7 @@ def test_the_log_does_not_tell_the_first_validator_whether_a_recheck_follows(cou
 
 @pytest.mark.parametrize("speed", [1e308, 1e18, 0.0])
 def test_a_claimed_speed_of_any_size_gets_a_lease_of_legal_size(court, speed):
-    serve(court, 3)
+    court.work(WORKER, 3, by=JUDGES[0])
     court.do(AskLease(WORKER, (), speed, court.now))
     (lease,) = court.state.open_leases_of(WORKER)
     assert 1 <= len(lease.blocks) <= MAX_LEASE_BLOCKS
@@ -106,31 +94,31 @@ def test_a_bug_in_the_rules_delays_nobody_else_and_leaves_the_state_of_the_log(c
     def broken(*_):
         raise ZeroDivisionError("a bug")
 
-    async def story():
-        monkeypatch.setitem(registry._COMMANDS, SubmitVerdict, broken)
+    async def scenario():
+        monkeypatch.setitem(event_types._COMMANDS, SubmitVerdict, broken)
         joins = [
             JoinRun(f"{i}" * 64, Join("worker", f"w{i}", 0.0, "test", "float32", "cpu"), court.now) for i in (1, 2)
         ]
         asked = [joins[0], SubmitVerdict(JUDGES[0], Verdict(name, groups), court.now), joins[1]]
         return await asyncio.wait_for(
-            asyncio.gather(*(court.book.submit(command) for command in asked), return_exceptions=True), 2.0
+            asyncio.gather(*(court.log_writer.submit(command) for command in asked), return_exceptions=True), 2.0
         )
 
-    first, bug, last = asyncio.run(story())
+    first, bug, last = asyncio.run(scenario())
     assert isinstance(bug, ZeroDivisionError) and len(first) == len(last) == 1
     assert {"1" * 64, "2" * 64} <= court.state.members.keys()
-    assert state_hash(court.state) == state_hash(replay(court.book.store.read()))
+    assert state_hash(court.state) == state_hash(replay(court.log_writer.store.read()))
 
 
 def test_a_key_has_one_role_so_nobody_judges_its_own_work(court):
-    court.do(Admin("admit", WORKER, court.now))
+    court.do(Admin("admit", AdminRequest(WORKER), court.now))
     with pytest.raises(Refused, match="joined as a worker: for another role use another key"):
         court.enter(WORKER, "validator")
 
 
 def test_two_hard_verdicts_slash_only_if_both_audited_or_neither_did(court):
     """A validator that audited and one that did not found different things, so they do not agree on a forgery."""
-    serve(court, 2)
+    court.work(WORKER, 2, by=JUDGES[0])
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0], audited=False)
     entries = court.judge(name, "hard", by=JUDGES[1], audited=True)
@@ -156,10 +144,10 @@ def test_one_verdict_cannot_void_a_slot_if_another_can_be_had(court):
 
 
 def test_nothing_vests_while_a_recheck_is_open(court):
-    serve(court, LAW.vesting_blocks)
+    court.work(WORKER, LAW.vesting_blocks, by=JUDGES[0])
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     court.judge(name, by=JUDGES[0])
-    serve(court, 5)
+    court.work(WORKER, 5, by=JUDGES[0])
     assert court.state.members[WORKER].vested == 0
     for judge in JUDGES[1:]:
         court.judge(name, "hard", by=judge)
@@ -168,7 +156,7 @@ def test_nothing_vests_while_a_recheck_is_open(court):
 
 
 def test_leases_given_back_count_as_lapses_and_cost_the_same(court):
-    serve(court, 2)
+    court.work(WORKER, 2, by=JUDGES[0])
     for cost in (0, 20):
         before, lease = court.state.members[WORKER].credits, court.lease(WORKER)
         court.do(ReturnLeases(WORKER, (lease.id, lease.id, "no such"), court.now))
@@ -178,17 +166,16 @@ def test_leases_given_back_count_as_lapses_and_cost_the_same(court):
 
 def test_a_kicked_worker_is_not_brought_back_by_a_later_verdict(court):
     name = court.submit(WORKER, court.lease(WORKER))
-    court.do(Admin("kick", WORKER, court.now))
+    court.do(Admin("kick", AdminRequest(WORKER), court.now))
     for judge in JUDGES[:2]:
         court.judge(name, "hard", by=judge)
-    court.now += LAW.max_quarantine_s
-    court.do(Tick(court.now))
+    court.tick(LAW.max_quarantine_s)
     assert court.state.members[WORKER].standing == "kicked"
 
 
 def test_a_node_named_after_another_nodes_key_does_not_shield_that_node(court):
     court.do(JoinRun("b" * 64, Join("worker", WORKER, 0.0, "test", "float32", "cpu"), court.now))
-    court.do(Admin("kick", WORKER, court.now))
+    court.do(Admin("kick", AdminRequest(WORKER), court.now))
     assert [court.state.members[key].standing for key in (WORKER, "b" * 64)] == ["kicked", "new"]
 
 
@@ -203,7 +190,7 @@ def test_a_verdict_on_other_slots_than_the_leases_is_refused(court, order):
 
 def test_the_verdict_of_an_idle_validator_decides_nothing(court):
     """Two verdicts find a forgery, but one did no work. One against one is a dispute, and nobody is slashed."""
-    serve(court, 1)
+    court.work(WORKER, 1, by=JUDGES[0])
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])
     court.judge(name, "hard", by=JUDGES[1], differs_from=JUDGES[:1])
@@ -214,7 +201,7 @@ def test_the_verdict_of_an_idle_validator_decides_nothing(court):
 
 
 def test_a_new_worker_gets_one_block_whatever_speed_it_claims(court):
-    serve(court, 3)
+    court.work(WORKER, 3, by=JUDGES[0])
     court.enter("b" * 64)
     court.do(AskLease("b" * 64, (), 1e9, court.now))
     (lease,) = court.state.open_leases_of("b" * 64)
@@ -222,10 +209,7 @@ def test_a_new_worker_gets_one_block_whatever_speed_it_claims(court):
 
 
 def test_a_fast_worker_leaves_room_for_the_others(tmp_path):
-    world = World(tmp_path, JUDGES)
-    for key in (WORKER, "b" * 64):
-        world.enter(key)
-    world.publish()
+    world = started(tmp_path, (WORKER, "b" * 64), JUDGES)
     for key in (WORKER, "b" * 64):
         world.serve(key, by=JUDGES[0], rewards=(1.0,) * 4)
     room = groups_wanted(world.state, world.state.main)
@@ -260,43 +244,17 @@ def test_a_bug_halfway_through_a_command_leaves_the_state_of_the_log(court, monk
         monkeypatch.undo()
         raise ZeroDivisionError("a bug")
 
-    async def story():
+    async def scenario():
         monkeypatch.setattr("shoal.ledger.log.writer.consequent_events", broken)
-        await court.book.submit(JoinRun("1" * 64, Join("worker", "w", 0.0, "test", "float32", "cpu"), court.now))
+        await court.log_writer.submit(JoinRun("1" * 64, Join("worker", "w", 0.0, "test", "float32", "cpu"), court.now))
 
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(story())
-    assert state_hash(court.state) == before == state_hash(replay(court.book.store.read()))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_no_mixture_of_verdicts_lapses_and_late_ends_makes_a_balance_negative(tmp_path, seed):
-    rng = random.Random(seed)
-    law = Law(validator_faults=10_000)
-    world = World(tmp_path, JUDGES, law, steps=400, max_staleness=200, audit_rate=0.05)
-    world.enter(WORKER)
-    world.publish()
-    for _ in range(150):
-        world.now += rng.choice([0.0, 1.0, 40.0, 700.0])
-        world.do(Tick(world.now))
-        if world.state.main.version in world.state.main.batches:
-            world.publish()
-        for judge in JUDGES:
-            for name in to_judge(world.state, judge, world.now):
-                if rng.random() < 0.4:
-                    world.judge(name, rng.choice(["accept", "accept", "accept", "soft", "hard", "void"]), by=judge)
-        with contextlib.suppress(Wait):
-            lease = world.lease(WORKER)
-            if rng.random() < 0.8:
-                world.submit(WORKER, lease, recheck=rng.random() / 4)
-    assert world.audit().findings == [law_difference(law)]
+        asyncio.run(scenario())
+    assert state_hash(court.state) == before == state_hash(replay(court.log_writer.store.read()))
 
 
 def test_a_link_is_not_published_while_a_submission_of_its_version_waits(tmp_path):
-    world = World(tmp_path, JUDGES, steps=20, max_staleness=1)
-    for key in (WORKER, "b" * 64):
-        world.enter(key)
-    world.publish()
+    world = started(tmp_path, (WORKER, "b" * 64), JUDGES, steps=20, max_staleness=1)
     waiting = world.submit(WORKER, world.lease(WORKER))
     while world.state.main.version < 3:
         world.serve("b" * 64, by=JUDGES[0])
@@ -310,7 +268,7 @@ def test_a_link_is_not_published_while_a_submission_of_its_version_waits(tmp_pat
 
 
 def test_a_verdict_that_audits_more_than_was_drawn_is_refused(court):
-    serve(court, 12)
+    court.work(WORKER, 12, by=JUDGES[0])
     name = court.submit(WORKER, court.lease(WORKER), draw=0.9)
     with pytest.raises(Refused, match="was audited but not drawn for it"):
         court.judge(name, by=JUDGES[0], audited=True)
@@ -319,9 +277,7 @@ def test_a_verdict_that_audits_more_than_was_drawn_is_refused(court):
 def test_the_validator_that_differs_from_two_that_agree_is_idle_in_any_order(tmp_path):
     for place, idle in enumerate(JUDGES):
         (tmp_path / idle[0]).mkdir()
-        world = World(tmp_path / idle[0], JUDGES, steps=200, max_staleness=50)
-        world.enter(WORKER)
-        world.publish()
+        world = started(tmp_path / idle[0], WORKER, JUDGES, steps=200, max_staleness=50)
         name = world.submit(WORKER, world.lease(WORKER), recheck=0.0)
         found = []
         for number, judge in enumerate(JUDGES):
@@ -338,7 +294,7 @@ def test_nobody_is_blamed_if_two_of_three_validators_invent_their_projections(co
 
 
 def test_a_mild_cheat_found_by_a_recheck_costs_what_any_refusal_costs(court):
-    serve(court, 3)
+    court.work(WORKER, 3, by=JUDGES[0])
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     court.judge(name, by=JUDGES[0])
     court.judge(name, "soft", by=JUDGES[1])
@@ -376,9 +332,7 @@ def test_the_names_of_checks_in_the_rules_equal_those_of_the_checks():
 
 
 def test_a_fast_worker_gets_no_more_than_fits_into_its_messages(tmp_path):
-    world = World(tmp_path, batch_groups=4096, max_staleness=4, group_size=64, block_groups=64)
-    world.enter(WORKER)
-    world.publish()
+    world = started(tmp_path, WORKER, batch_groups=4096, max_staleness=4, group_size=64, block_groups=64)
     world.serve(WORKER, rewards=(0.0, 1.0) * 32)
     world.do(AskLease(WORKER, (), 1e18, world.now))
     (lease,) = world.state.open_leases_of(WORKER)

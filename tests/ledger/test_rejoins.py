@@ -37,7 +37,7 @@ def written_in_an_hour(world, leaves):
         world.now += 1 if leaves else 0
         if leaves and not world.state.members[WORKER].left:
             world.do(LeaveRun(WORKER, world.now, int(world.now)))
-    return sum(len(data) for data, _ in world.book.store.read(begun))
+    return sum(len(data) for data, _ in world.log_writer.store.read(begun))
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -56,9 +56,9 @@ def test_somebody_who_tries_names_and_engines_gets_in(tmp_path):
         assert taken(world, join(world, f"try-{start}", "cuda" if start % 2 else "cpu"))
     world.now += 1
     again = LogWriter(Store(sqlite_url(world.path)))
-    for book in (world.book, again):
+    for log_writer in (world.log_writer, again):
         with pytest.raises(Refused, match=r"joined 10 times in a short time.*join again in 5 s, or unchanged"):
-            book.write(join(world, "eleventh"), world.now)
+            log_writer.write(join(world, "eleventh"), world.now)
     assert taken(world, join(world, "try-9", "cuda")), "the same again writes nothing"
     assert taken(world, join(world, "other", key="b" * 64)), "each key has its own limit"
     world.now += 6

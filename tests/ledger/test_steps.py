@@ -5,7 +5,7 @@ import pytest
 
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.errors import Refused
-from shoal.ledger.verdict_tally import tally_verdicts
+from shoal.ledger.verdict_majority import tally_verdicts
 from shoal.protocol.algorithm_config import Composition, Steps, Turns
 from shoal.protocol.messages import GroupVerdict, StepReward
 from tests.ledger.ledger_fixture import World
@@ -39,22 +39,19 @@ def test_a_group_of_equal_rewards_teaches_if_its_turns_earned_them_differently(t
     assert world.audit().findings == []
 
 
-def test_a_group_whose_turns_earned_the_same_teaches_nothing(tmp_path):
-    world = world_of(tmp_path)
+@pytest.mark.parametrize(
+    ("algorithm", "signal"),
+    [
+        (TURNS, False),
+        (Composition(credit=Steps(most=2)), True),
+        (Composition(advantage="gae", credit=Turns(most=2)), True),
+    ],
+    ids=["turns", "steps", "critic"],
+)
+def test_turns_that_earned_the_same_teach_only_steps_and_critics(tmp_path, algorithm, signal):
+    world = world_of(tmp_path, algorithm)
     world.serve(WORKER, rewards=EQUAL, steps=ALIKE)
-    assert [one.signal for one in accepted(world)] == [False] * 2
-
-
-def test_steps_teach_if_any_two_differ(tmp_path):
-    world = world_of(tmp_path, Composition(credit=Steps(most=2)))
-    world.serve(WORKER, rewards=EQUAL, steps=ALIKE)
-    assert [one.signal for one in accepted(world)] == [True] * 2
-
-
-def test_a_critic_learns_from_all_groups(tmp_path):
-    world = world_of(tmp_path, Composition(advantage="gae", credit=Turns(most=2)))
-    world.serve(WORKER, rewards=EQUAL, steps=ALIKE)
-    assert [one.signal for one in accepted(world)] == [True] * 2
+    assert [one.signal for one in accepted(world)] == [signal] * 2
 
 
 @pytest.mark.parametrize(
@@ -75,6 +72,8 @@ def test_a_verdict_with_steps_that_no_group_has_is_refused(tmp_path, steps):
     name = world.submit(WORKER, world.lease(WORKER))
     with pytest.raises(Refused, match="an accepted group "):
         world.judge(name, rewards=EQUAL, steps=steps)
+    with pytest.raises(Refused, match="only an accepted group has"):
+        world.judge(name, "hard", steps=SHIFTED)
     world.judge(name, rewards=EQUAL, steps=SHIFTED)
     assert world.state.submissions[name].decided
 
@@ -87,13 +86,6 @@ def test_a_verdict_says_steps_only_where_the_run_credits_them(tmp_path):
             world.judge(name, rewards=EQUAL, steps=steps)
     world.judge(name)
     assert [one.steps for one in accepted(world)] == [msgspec.UNSET] * 2
-
-
-def test_a_refusal_says_no_steps(tmp_path):
-    world = world_of(tmp_path)
-    name = world.submit(WORKER, world.lease(WORKER))
-    with pytest.raises(Refused, match="only an accepted group has"):
-        world.judge(name, "hard", steps=SHIFTED)
 
 
 def weighed(*verdicts, more=False):

@@ -2,18 +2,18 @@
 
 import pytest
 
-from shoal.ledger.commands import Submit, SubmitVerdict, Tick
+from shoal.ledger.commands import Submit, SubmitVerdict
+from shoal.ledger.draw_table_changes import PoolsChanged
 from shoal.ledger.errors import Wait
 from shoal.ledger.log.writer import replay
-from shoal.ledger.pools import PoolsChanged
 from shoal.ledger.slot_draws import audit_draws, slot_of, solved_groups, table_of, turn_draws, turns
 from shoal.ledger.state import state_hash
 from shoal.ledger.task_difficulty import (
     SolvedGroup,
     SolvedRecord,
     TableChange,
+    add_groups,
     apply_change,
-    book,
     change_after,
     solve_rate,
     table_after,
@@ -36,7 +36,7 @@ def rule(**changes):
 
 def follow(groups, records, how):
     change = change_after(groups, ENVS, records, how)
-    book(groups, change, ENVS, records, how)
+    add_groups(groups, change, ENVS, records, how)
     return change
 
 
@@ -230,7 +230,7 @@ def test_a_replay_gives_the_same_records_and_tables(tmp_path):
     for step in range(4):
         world.serve_until(WORKERS[0], step)
         world.publish()
-    state = replay(world.book.store.read())
+    state = replay(world.log_writer.store.read())
     assert state_hash(state) == state_hash(world.state) and len(state.main.changes) == 3
     for version in range(5):
         assert table_of(state, state.main, version) == table_of(world.state, world.state.main, version)
@@ -263,8 +263,7 @@ def test_a_worker_that_holds_a_group_back_does_not_keep_it_from_counting(tmp_pat
             for _ in range(20):
                 if 1 in world.state.main.batches:
                     break
-                world.now += 5
-                world.do(Tick(world.now))
+                world.tick(5)
                 try:
                     world.fill(world.lease(WORKERS[2]))
                 except Wait:
@@ -283,7 +282,7 @@ def test_a_worker_that_holds_a_group_back_does_not_keep_it_from_counting(tmp_pat
 
 def test_a_run_that_does_not_follow_solve_rates_writes_nothing_of_them(tmp_path):
     world = World(tmp_path, envs=SPECS, secret=bytes(32))
-    assert b"difficulty" not in next(iter(world.book.store.read()))[0]
+    assert b"difficulty" not in next(iter(world.log_writer.store.read()))[0]
     world.enter(WORKERS[0]), world.publish()
     for _ in range(2):
         while world.state.main.version not in world.state.main.batches:

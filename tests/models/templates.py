@@ -13,8 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
+from shoal.models.chat_template_files import ChatTemplates
 from shoal.models.config import write_json
 from shoal.models.random_model import tiny_spec
+from shoal.models.tokenizer_loader import OpenTokenizer
 
 FOLDER = Path(__file__).parent.parent / "data" / "chat_templates"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
@@ -77,8 +79,8 @@ def renderer_of(name: str, stops: str = "model", normalizer: normalizers.Normali
     spec = dataclasses.replace(
         tiny_spec(TinyPolicy()), vocab_size=tokenizer.get_vocab_size(), eos_ids=(tokenizer.token_to_id(end),)
     )
-    source = (FOLDER / f"{name}.jinja").read_text()
-    return Renderer(tokenizer, source, {"bos_token": "<bos>", "eos_token": end}, spec, stops)
+    templates = ChatTemplates((FOLDER / f"{name}.jinja").read_text())
+    return Renderer(OpenTokenizer(tokenizer, {"bos_token": "<bos>", "eos_token": end}), templates, spec, stops)
 
 
 def directory_of(name: str, directory: Path) -> Path:

@@ -11,11 +11,10 @@ from transformers import AutoTokenizer
 from shoal.chat.isolated import ContainedRenderer
 from shoal.chat.renderer import Renderer
 from shoal.env import Env, Step
-from shoal.envs.rollout import Conversation
+from shoal.envs.rollout_rules import Conversation
 from shoal.errors import ShoalError, StateError
-from shoal.models.auto_tokenizer import difference_from_file
 from shoal.models.hub_download import Hub
-from shoal.models.tokenizer_compat import demand_same_vocabulary, vocabulary_of
+from shoal.models.tokenizer_loader import demand_same_vocabulary, difference_from_file, vocabulary_of
 from shoal.protocol.messages import Sampling
 from tests.models.hub_server import fake_hub
 from tests.models.odd_checkpoints import (  # fmt: skip
@@ -73,8 +72,16 @@ def test_a_control_token_that_only_a_config_names_is_one_token(name: str, tmp_pa
         demand_same_vocabulary(directory, written(tmp_path / "usual"), "teacher")
 
 
-@pytest.mark.parametrize("name", ["plain end", "plain end, named elsewhere", "pad is eos", "wordpiece", "llama class"])
-@pytest.mark.parametrize("named_by", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("name", "named_by"),
+    [
+        ("plain end", "generation_config.json"),
+        ("plain end, named elsewhere", "config.json"),
+        ("pad is eos", "config.json"),
+        ("wordpiece", "generation_config.json"),
+        ("llama class", "config.json"),
+    ],
+)
 def test_a_turn_is_the_text_without_the_token_that_ends_it(name: str, named_by: str, tmp_path: Path) -> None:
     """Even if the token is not special; the template tells which one it is, if no file does."""
     directory = written(tmp_path, PROPERTIES[name])
@@ -263,18 +270,18 @@ def test_a_template_that_refuses_the_messages_is_not_the_fault_of_the_environmen
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("own_file", "template", "says"),
     [
-        ("\n{{ 1 / 0 }}", "line 2: division by zero. Correct the template there"),
-        ("\n\n{{ foo.bar }}", "line 3: 'foo' is undefined. Correct the template there"),
+        (True, "\n{{ 1 / 0 }}", "line 2: division by zero"),
+        (False, "\n\n{{ foo.bar }}", "line 3: 'foo' is undefined. Correct the template there"),
         (
+            True,
             "{% macro f() %}\n{{ 'a' + 5 }}{% endmacro %}\n\n{{ f() }}",
             'line 2: can only concatenate str (not "int") to str.',
         ),
-        ("{{ ''.__class__.x }}", "is unsafe. Correct the template there"),
+        (False, "{{ ''.__class__.x }}", "is unsafe. Correct the template there"),
     ],
 )
-@pytest.mark.parametrize("own_file", [False, True])
 def test_a_template_that_fails_is_named_with_its_line_and_corrected(
     own_file: bool, template: str, says: str, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.config import child_environment
-from shoal.config.run_file import Device
+from shoal.config.run_config import Device
 from shoal.errors import ConfigError
 from shoal.models.device import DEVICES, demand_device, take_device
 

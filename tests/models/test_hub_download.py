@@ -17,7 +17,7 @@ from shoal.models.hub_download import Hub, source_of
 from shoal.models.random_model import make_tiny
 from shoal.protocol.hub_reference import hub_ref
 from tests.models.hub_server import COMMIT, FakeHub, fake_hub
-from tests.roles.in_memory_run import tiny_run
+from tests.roles.testbed import tiny_run
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed: pip install '.[hub]'")
 

@@ -151,9 +151,9 @@ def test_a_process_that_cannot_be_started_is_no_full_disk(hub, tmp_path, monkeyp
 
 
 def test_an_answer_of_the_wrong_form_is_told(hub, tmp_path, monkeypatch):
-    wrong = "import sys; from shoal.pipes import write_frame; write_frame(1, b'{'); sys.stdin.read()"
+    wrong = "import sys; from shoal.ipc import write_message; write_message(1, b'{'); sys.stdin.read()"
     monkeypatch.setattr(hub_subprocess, "_PROGRAM", f"import sys; sys.path[:] = sys.argv[2:]; {wrong}")
-    with pytest.raises(StateError, match="gave no usable answer: try again"):
+    with pytest.raises(StateError, match=r"gave a wrong answer \(.*\): try again"):
         fetched(hub, tmp_path)
 
 

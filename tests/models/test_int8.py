@@ -10,7 +10,15 @@ from torch import Tensor
 
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
-from shoal.models.checkpoint import load_int8, load_policy, map_policy, read_tensors, save_policy, snapshot, tensors_of
+from shoal.models.checkpoint import (
+    load_int8,
+    load_policy,
+    policy_tensors,
+    read_tensors,
+    save_policy,
+    snapshot,
+    tensors_of,
+)
 from shoal.models.int8 import dequantised, quantised, round_to_int8
 from shoal.models.lora import begin_adapter, read_adapter
 from shoal.models.lora_config import AdapterSpec
@@ -29,24 +37,12 @@ def test_each_output_is_rounded_by_its_own_scale() -> None:
     assert torch.allclose(scale_O1, torch.tensor([[0.01], [2.0], [1.0]]))
 
 
-def test_no_weight_moves_by_more_than_half_a_step() -> None:
-    weight_OI = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    moved_OI = (dequantised(*quantised(weight_OI)) - weight_OI).abs()
-    assert torch.all(moved_OI <= weight_OI.abs().amax(-1, keepdim=True) / 254 * 1.001)
-
-
 def test_matrices_of_the_layers_are_rounded_and_nothing_else(tmp_path: Path) -> None:
     make_tiny(TinyPolicy(width=32, layers=2, heads=2, kv_heads=1, mlp_width=64), tmp_path, 0, "float32")
     before, after = load_policy(tmp_path), load_policy(tmp_path)
     round_to_int8(after)
     changed = {name for name, weight in after.named_parameters() if not weight.equal(before.get_parameter(name))}
     assert changed == {name for name, _ in before.named_parameters() if name.endswith("_proj.weight")}
-
-
-def test_rounding_a_second_time_changes_almost_nothing(tmp_path: Path) -> None:
-    weight_OI = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
-    once_OI = dequantised(*quantised(weight_OI))
-    assert torch.allclose(dequantised(*quantised(once_OI)), once_OI, rtol=1e-6)
 
 
 # --- directories that hold codes ---
@@ -159,7 +155,7 @@ def test_codes_of_any_other_form_are_refused(
 
 
 def test_int8_is_refused_where_only_floats_are_read(codes: Path) -> None:
-    for read in (lambda: read_tensors(codes, torch.float32), lambda: map_policy(codes, load_policy(codes).spec)):
+    for read in (lambda: read_tensors(codes, torch.float32), lambda: policy_tensors(codes)):
         with pytest.raises(StateError, match="int8, which only"):
             read()
 

@@ -61,8 +61,15 @@ def merged(model: Transformer) -> Transformer:
     return whole
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("targets", [TARGETS, ("k_proj",), ("v_proj", "down_proj"), ("q_proj", "o_proj", "up_proj")])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        *((family, TARGETS) for family in FAMILIES),
+        ("llama", ("k_proj",)),
+        ("qwen2", ("v_proj", "down_proj")),
+        ("qwen3", ("q_proj", "o_proj", "up_proj")),
+    ],
+)
 def test_the_unmerged_product_is_that_of_the_merged_matrices(tmp_path, family, targets):
     make_tiny(of_family(family), tmp_path / "base", 3, "float32")
     model = adapted(tmp_path / "base", targets)
@@ -105,16 +112,6 @@ def test_the_gradient_is_that_of_the_merged_product(tmp_path, family):
         gradient_OI, module = whole.get_parameter(f"{matrix}.weight").grad, model.get_submodule(matrix)
         expected = gradient_OI @ module.lora_A.t() if kind == "lora_B" else module.lora_B.t() @ gradient_OI
         assert torch.allclose(parameter.grad, module.scale * expected, atol=1e-6), name
-
-
-def test_recomputing_layers_gives_the_same_gradient(base):
-    model, again = adapted(base), adapted(base)
-    again.recompute = True
-    for one in (model, again):
-        logits(one).square().mean().backward()
-    assert all(
-        a.grad.equal(b.grad) for a, b in zip(model.trainable().values(), again.trainable().values(), strict=True)
-    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

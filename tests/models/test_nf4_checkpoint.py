@@ -13,18 +13,18 @@ from torch import Tensor
 
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
-from shoal.models import checkpoint, nf4, nf4_checkpoint, nf4_config
+from shoal.models import checkpoint, nf4, nf4_checkpoint
 from shoal.models.checkpoint import (
     load_int8,
     load_policy,
-    map_policy,
     policy_tensors,
     read_tensors,
     tensors_of,
     write_nf4,
 )
 from shoal.models.lora import decode
-from shoal.models.nf4_config import is_coded, weight_bytes_of
+from shoal.models.memory import weight_bytes
+from shoal.models.nf4_layout import is_coded
 from shoal.models.random_model import make_tiny, tiny_spec
 
 TINY = TinyPolicy(width=64, layers=2, heads=4, kv_heads=2, mlp_width=128, max_positions=64)
@@ -75,11 +75,10 @@ def test_what_is_not_a_matrix_of_a_layer_stays_as_it_was(plain: Path, coded: Pat
 def test_the_bytes_are_those_that_are_reckoned(coded: Path) -> None:
     spec = load_policy(coded).spec
     tensors = load_file(coded / "model.safetensors")
-    assert weight_bytes_of(spec, 4, "nf4") == sum(tensor.nbytes for tensor in tensors.values())
-    assert (nf4_config.BLOCK, nf4_config.GROUP) == (nf4.BLOCK, nf4.GROUP)
+    assert weight_bytes(spec, 4, "nf4") == sum(tensor.nbytes for tensor in tensors.values())
     large = tiny_spec(msgspec.structs.replace(TINY, width=1024, mlp_width=3072, heads=8, kv_heads=8))
-    values = sum(math.prod(shape) for shape in nf4_config.matrices_of(large).values())
-    assert weight_bytes_of(large, 0, "nf4") == pytest.approx(4.127 / 8 * values, rel=1e-3)
+    values = sum(math.prod(shape) for shape in large.layer_matrices().values())
+    assert weight_bytes(large, 0, "nf4") == pytest.approx(4.127 / 8 * values, rel=1e-3)
 
 
 def test_a_model_is_coded_in_place_in_shards_and_no_longer_names_its_hub(
@@ -148,9 +147,8 @@ def test_codes_of_a_larger_config_are_refused_before_memory_is_taken(
         load_policy(coded)
 
 
-def test_nf4_is_refused_where_only_floats_are_read(coded: Path, plain: Path) -> None:
-    spec = load_policy(plain).spec
-    for read in (policy_tensors, lambda directory: map_policy(directory, spec), lambda d: write_nf4(d, d)):
+def test_nf4_is_refused_where_only_floats_are_read(coded: Path) -> None:
+    for read in (policy_tensors, lambda directory: write_nf4(directory, directory)):
         with pytest.raises(StateError, match="in NF4, which only shoal's own engine and trainer read"):
             read(coded)
     with pytest.raises(StateError, match="NF4, which only a whole model"):

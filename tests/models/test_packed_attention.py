@@ -50,8 +50,10 @@ def _apart(row_N: Tensor) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("mask_cost", "padding_tokens"), [(2, 256), (0, 256), (0, 3), (1000, 0)])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "mask_cost", "padding_tokens"),
+    [("llama", 2, 256), ("qwen2", 0, 256), ("qwen3", 0, 3), ("qwen3", 1000, 0)],
+)
 def test_packed_conversations_have_the_hidden_states_and_gradients_of_each_alone(
     family: str, mask_cost: int, padding_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,9 @@ from shoal.chat.renderer import Renderer
 from shoal.engine.interface import EngineRequest
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.errors import StateError
-from shoal.models.config import ModelConfig
-from shoal.models.open_model import AUTO, open_policy, sized_spec_of
-from shoal.models.parameter_counts import parameters_of
+from shoal.models.open_model import AUTO, open_policy, spec_of
 from shoal.models.random_model import LEAST_VOCABULARY, SPECIALS, make_shaped
+from shoal.models.transformer_config import TransformerConfig
 from shoal.weights.manifest import weights_root
 from tests.engine.architectures import ARCHITECTURES
 
@@ -89,8 +88,8 @@ def test_the_weights_of_a_shape_are_reckoned_without_files(name: str, tmp_path: 
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    exact, spec = sum(p.numel() for p in model.parameters()), sized_spec_of(tmp_path)
-    if isinstance(spec, ModelConfig):
-        assert parameters_of(spec) == exact
+    exact, spec = sum(p.numel() for p in model.parameters()), spec_of(tmp_path)
+    if isinstance(spec, TransformerConfig):
+        assert spec.num_parameters() == exact
     else:
-        assert exact <= parameters_of(spec) <= 1.4 * exact
+        assert exact <= spec.num_parameters() <= 1.4 * exact

@@ -13,11 +13,11 @@ from shoal.config import TinyPolicy
 from shoal.engine.interface import EngineRequest, ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.models.checkpoint import load_policy, save_policy
-from shoal.models.config import ModelConfig
 from shoal.models.layers import rope_table
 from shoal.models.random_model import initialise, tiny_spec
 from shoal.models.rope import RopeScaling, frequencies
 from shoal.models.transformer import Transformer
+from shoal.models.transformer_config import TransformerConfig
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 KINDS: dict[str, dict[str, Any]] = {
@@ -59,8 +59,10 @@ def _difference(directory: Path, again: Path | None = None) -> float:
         return float((peer(TOKENS_BT).logits - model.logits(model(TOKENS_BT))).abs().max())
 
 
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [*((kind, "rope_parameters") for kind in KINDS), ("linear", "rope_scaling"), ("yarn", "rope_scaling")],
+)
 def test_a_scaled_rotation_gives_the_logits_of_transformers(kind: str, key: str, tmp_path: Path) -> None:
     other = "rope_parameters" if key == "rope_scaling" else "rope_scaling"
     directory = _checkpoint(tmp_path / "one", {key: KINDS[kind] | {"rope_theta": 1e4}, other: None})
@@ -68,7 +70,7 @@ def test_a_scaled_rotation_gives_the_logits_of_transformers(kind: str, key: str,
     plain = _checkpoint(tmp_path / "plain", {})
     assert _difference(plain, again=directory) > 1e-2  # the scaling shows in these logits
     save_policy(load_policy(directory), tmp_path / "two", "float32")
-    assert ModelConfig.from_directory(tmp_path / "two") == ModelConfig.from_directory(directory)
+    assert TransformerConfig.from_directory(tmp_path / "two") == TransformerConfig.from_directory(directory)
     assert _difference(tmp_path / "two") < 1e-4
     assert _difference(tmp_path / "two", again=directory) < 1e-4
 
@@ -82,14 +84,14 @@ def test_all_families_scale_tied_and_untied(family: str, tied: bool, tmp_path: P
 def test_the_original_length_beside_the_parameters_goes_first(tmp_path: Path) -> None:
     change = {"rope_scaling": KINDS["yarn"], "original_max_position_embeddings": 32}
     assert _difference(_checkpoint(tmp_path, change)) < 1e-4
-    scaling = ModelConfig.from_directory(tmp_path).rope_scaling
+    scaling = TransformerConfig.from_directory(tmp_path).rope_scaling
     assert scaling is not None and scaling.original == 32
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_angles_far_from_the_beginning_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     directory = _checkpoint(tmp_path, {"rope_scaling": KINDS[kind] | {"rope_theta": 5e5}, "rope_parameters": None})
-    spec, peer = ModelConfig.from_directory(directory), AutoModelForCausalLM.from_pretrained(directory)
+    spec, peer = TransformerConfig.from_directory(directory), AutoModelForCausalLM.from_pretrained(directory)
     positions = torch.tensor([0, 7, 1000, 100_000, 131_071])
     cos, sin = peer.model.rotary_emb(torch.zeros(1), positions[None])
     keys_Te = rope_table(spec, positions)[:, 0, -1]
@@ -108,16 +110,6 @@ def test_llama_3_1_has_the_frequencies_of_its_authors() -> None:
     assert found_e[33] == pytest.approx(float(plain_e[33]) * (kept + (1 - kept) / 8), rel=1e-6)
 
 
-def test_a_policy_without_scaling_rotates_with_the_same_bits_as_before() -> None:
-    spec = tiny_spec(TinyPolicy())
-    positions = torch.arange(512)
-    exponents_e = torch.arange(0, spec.head_dim, 2).float() / spec.head_dim
-    angle = positions[..., None, None, None].float() / spec.rope_theta**exponents_e
-    scale_J1 = torch.tensor([[spec.head_dim**-0.5], [spec.head_dim**-0.5], [1.0]])
-    assert torch.equal(rope_table(spec, positions), torch.polar(torch.ones_like(angle), angle) * scale_J1)
-    assert "rope_scaling" not in spec.to_hf()
-
-
 def test_the_engine_writes_and_scores_with_the_scaled_rotation(tmp_path: Path) -> None:
     directory = _checkpoint(tmp_path, {"rope_scaling": KINDS["yarn"]})
     engine = LocalEngine(threads=1)
@@ -132,7 +124,7 @@ def test_the_engine_writes_and_scores_with_the_scaled_rotation(tmp_path: Path) -
 
 def test_a_spec_with_scaling_reads_back_from_its_own_config(tmp_path: Path) -> None:
     for kind in KINDS.values():
-        scaled = ModelConfig.from_directory(_checkpoint(tmp_path, {"rope_scaling": kind})).rope_scaling
+        scaled = TransformerConfig.from_directory(_checkpoint(tmp_path, {"rope_scaling": kind})).rope_scaling
         spec = dataclasses.replace(tiny_spec(TinyPolicy()), rope_scaling=scaled)
         (tmp_path / "config.json").write_text(json.dumps(spec.to_hf()))
-        assert ModelConfig.from_directory(tmp_path) == spec
+        assert TransformerConfig.from_directory(tmp_path) == spec

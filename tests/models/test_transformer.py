@@ -33,21 +33,10 @@ def _model(family: str, tied: bool) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_opens_what_we_write_and_gives_our_logits(family: str, tied: bool, tmp_path: Path) -> None:
-    model = _model(family, tied)
-    save_policy(model, tmp_path / "policy", "float32")
-    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    assert type(peer).__name__.lower() == f"{family}forcausallm"
-    with torch.no_grad():
-        difference = (peer(TOKENS_BT).logits - model.logits(model(TOKENS_BT))).abs().max()
-    assert difference < 1e-4
-
-
-@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied", "shard_size"),
+    [("llama", False, "1GB"), ("qwen2", True, "20KB"), ("qwen3", False, "20KB"), ("qwen3", True, "1GB")],
+)
 def test_we_open_what_transformers_writes_whole_or_sharded(
     family: str, tied: bool, shard_size: str, tmp_path: Path
 ) -> None:
@@ -95,8 +84,7 @@ def test_padding_on_the_right_does_not_change_earlier_positions() -> None:
         assert torch.equal(model(padded)[:, :25], whole[:, :25])
 
 
-@pytest.mark.parametrize("families", [None, [SharedPrefixGroup(0, (40, 40, 40))]])
-@pytest.mark.parametrize("pad_id", [None, 0, -1])
+@pytest.mark.parametrize(("pad_id", "families"), [(None, None), (0, [SharedPrefixGroup(0, (40, 40, 40))]), (-1, None)])
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", False)])
 def test_gradients_equal_those_of_transformers_at_each_pad_token(
     family: str, tied: bool, pad_id: int | None, families: list[SharedPrefixGroup] | None, tmp_path: Path
@@ -125,25 +113,6 @@ def test_the_gradients_of_norm_and_gate_agree_with_finite_differences() -> None:
     floor = torch.tensor([0.1], dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: unit(x, floor), (x,))
     assert torch.autograd.gradcheck(gated, (x,))
-
-
-def test_the_whole_model_agrees_with_finite_differences() -> None:
-    model = _model("qwen3", tied=True).double()
-    tokens_BT = TOKENS_BT[:1, :6]
-    loss = model.logits(model(tokens_BT)).square().sum()
-    loss.backward()
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in model.named_parameters():
-        direction = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
-        values = []
-        with torch.no_grad():
-            for step in (1e-5, -1e-5):
-                parameter += step * direction
-                values.append(model.logits(model(tokens_BT)).square().sum())
-                parameter -= step * direction
-        assert parameter.grad is not None
-        expected = (values[0] - values[1]) / 2e-5
-        assert torch.isclose((parameter.grad * direction).sum(), expected, rtol=1e-4, atol=1e-4), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -177,7 +146,7 @@ def test_the_last_token_of_equal_rows_is_computed_for_each_row() -> None:
 
 
 @pytest.mark.parametrize("families", [None, [SharedPrefixGroup(20, (30, 20)), SharedPrefixGroup(0, (25, 25))]])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_layers_that_are_computed_again_give_the_same_gradients_and_keep_less(
     family: str, families: list[SharedPrefixGroup] | None
 ) -> None:

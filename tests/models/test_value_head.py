@@ -13,7 +13,7 @@ from shoal.config import TinyPolicy
 from shoal.errors import StateError
 from shoal.models.checkpoint import load_policy
 from shoal.models.random_model import make_tiny
-from shoal.models.value_head import HEAD, TransformerWithValueHead, begin_valued, load_valued, save_valued
+from shoal.models.value_head import HEAD, begin_valued, load_valued, save_valued
 from shoal.weights.manifest import weights_root
 
 SMALL = TinyPolicy(width=16, layers=2, heads=2, kv_heads=1, mlp_width=24, max_positions=64)
@@ -127,8 +127,3 @@ def test_tensors_that_are_no_head_of_one_number_are_refused(rewarding: Path, tmp
         save_file(changed, tmp_path / name / "model.safetensors")
         with pytest.raises(StateError, match=message):
             load_valued(tmp_path / name)
-
-
-def test_what_it_learns_is_counted_with_the_head(policy: Path) -> None:
-    model = begin_valued(policy)
-    assert isinstance(model, TransformerWithValueHead) and HEAD in model.trainable()

@@ -2,8 +2,8 @@
 
 import random
 
-from shoal.monitors.inputs import MonitorInputs, around_best
-from shoal.monitors.log_stats import StepDigest
+from shoal.monitors.monitor_inputs import MonitorInputs, around_best
+from shoal.monitors.step_statistics import StepDigest
 
 WORKERS = ("a" * 64, "b" * 64, "c" * 64)
 NAMES = {key: ("worker", f"worker-{i}") for i, key in enumerate(WORKERS)}

@@ -5,7 +5,7 @@ import random
 import httpx
 import pytest
 
-from shoal.net.client import Client
+from shoal.net.client import Client, Timing
 from shoal.protocol.signing import Key
 from tests.net.toy_bank import RUN, Time, Toy
 
@@ -26,7 +26,7 @@ def connect(time: Time):
 
     def make(app: object, key: Key | None = None, *, wrap=lambda transport: transport, **options: object) -> Client:
         transport = wrap(httpx.ASGITransport(app=app))  # type: ignore[arg-type]
-        options = {"run": RUN, "clock": time, "sleep": time.sleep, "monotonic": time, "rng": random.Random(0)} | options
+        options = {"run": RUN, "timing": Timing(time, time.sleep, time, random.Random(0))} | options
         return Client("http://toy", key, transport=transport, **options)
 
     return make

@@ -151,7 +151,7 @@ def test_blobs_come_one_after_another_on_one_connection(blobs, size):
     async def get(request):
         return blobs.serve(request.path_params["digest"])
 
-    async def story():
+    async def scenario():
         async with (
             serving(server.application([Route("/{digest}", get)]), ServerLimits()) as port,
             wires(port) as (wire_,),
@@ -160,4 +160,4 @@ def test_blobs_come_one_after_another_on_one_connection(blobs, size):
                 wire_.send(request("GET", f"/{digest}"))
                 assert await wire_.answer() == (200, data)
 
-    run(story())
+    run(scenario())

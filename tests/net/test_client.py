@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from shoal.errors import NothingYet, PeerError, Superseded
-from shoal.net.client import FIRST_PATIENCE_S, LONGEST_RETRY_S, Client, PeerRefused
+from shoal.net.client import LONGEST_RETRY_S, Client, PeerRefused, Timing
 from shoal.protocol import encoding
 from shoal.protocol.signing import Key, content_digest
 from tests.net.faults import Fault, FaultyTransport
@@ -43,8 +43,13 @@ def foreign(status: int, body: bytes = b"", **headers: str):
 
 
 def scripted(time, *script: object, **options: object) -> Client:
-    options = {"clock": time, "sleep": time.sleep, "monotonic": time, "rng": random.Random(0)} | options
-    return Client("http://toy", KEY, transport=Scripted(*script), **options)
+    return Client(
+        "http://toy",
+        KEY,
+        transport=Scripted(*script),
+        timing=Timing(time, time.sleep, time, random.Random(0)),
+        **options,
+    )
 
 
 def get(client: Client, **options: object) -> Balance:
@@ -66,10 +71,6 @@ def test_a_signed_call_reaches_the_application_with_run_and_head(toy, connect):
     assert (toy.callers[0].key, toy.callers[0].run, toy.callers[0].head) == (KEY.public, RUN, "ab" * 32)
 
 
-def test_a_client_without_a_key_reads_what_is_open(toy, connect):
-    assert get(connect(toy.app)).total == 0
-
-
 @pytest.mark.parametrize("fault", list(Fault))
 def test_each_fault_of_the_network_leaves_exactly_one_effect(fault, toy, time, connect):
     networks: list[FaultyTransport] = []
@@ -80,26 +81,26 @@ def test_each_fault_of_the_network_leaves_exactly_one_effect(fault, toy, time, c
 
     client = connect(toy.app, KEY, wrap=wrap)
 
-    async def story() -> list[int]:
+    async def scenario() -> list[int]:
         return [(await client.post_json("/deposits", Deposit(id=str(i), amount=1), Balance)).total for i in range(30)]
 
-    assert asyncio.run(story()) == list(range(1, 31))
+    assert asyncio.run(scenario()) == list(range(1, 31))
     assert toy.deposits == {str(i): 1 for i in range(30)}
     assert networks[0].seen[fault] >= 10
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_all_faults_together_leave_exactly_one_effect(seed, toy, time, connect):
     def wrap(transport: httpx.AsyncBaseTransport) -> FaultyTransport:
         return FaultyTransport(transport, random.Random(seed), time.sleep, rate=0.7)
 
     client = connect(toy.app, KEY, wrap=wrap)
 
-    async def story() -> None:
+    async def scenario() -> None:
         for i in range(40):
             await client.post_json("/deposits", Deposit(id=str(i), amount=i), Balance)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert toy.deposits == {str(i): i for i in range(40)}
 
 
@@ -141,21 +142,22 @@ def test_the_time_of_a_poll_before_an_outage_is_none_of_it(time):
     assert said == []
 
 
-def test_an_address_that_says_nothing_at_all_is_told_in_seconds():
+def test_an_address_that_says_nothing_at_all_is_told_in_seconds(monkeypatch):
     """Something accepts the connection, and never answers: an attempt alone takes a minute."""
+    monkeypatch.setattr("shoal.net.client.FIRST_PATIENCE_S", 1.0)
 
-    async def story() -> list[str]:
+    async def scenario() -> list[str]:
         said: list[str] = []
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with Client(url, on_wait=said.append) as client:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(client.get("/open"), FIRST_PATIENCE_S + 0.5)
+                await asyncio.wait_for(client.get("/open"), 1.5)
         server.close()
         return said
 
-    (line,) = asyncio.run(story())
-    assert "for 3 s: no answer. It has not answered before: check the URL" in line
+    (line,) = asyncio.run(scenario())
+    assert "for 1 s: no answer. It has not answered before: check the URL" in line
 
 
 def test_tries_end_by_the_deadline(time):
@@ -209,7 +211,7 @@ def test_a_full_disk_at_the_server_is_waited_out_until_the_deadline(toy, connect
 def test_a_clock_off_by_an_hour_is_named(toy, time, connect):
     with pytest.raises(PeerRefused, match=r"3600 s behind.*set the clock") as caught:
         asyncio.run(
-            connect(toy.app, KEY, clock=lambda: time.now - 3600).post_json(
+            connect(toy.app, KEY, timing=Timing(lambda: time.now - 3600, time.sleep, time)).post_json(
                 "/deposits", Deposit(id="a", amount=1), Balance
             )
         )
@@ -252,15 +254,15 @@ def test_a_slow_link_has_time_for_a_large_body(monkeypatch):
             await asyncio.sleep(0.05)
         writer.write(b"HTTP/1.1 200 OK\r\nshoal-protocol: 1\r\ncontent-length: 23\r\n\r\n" + b'{"total":1,"digest":""}')
 
-    async def story() -> Balance:
+    async def scenario() -> Balance:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 10)
         listener.bind(("127.0.0.1", 0))
         server = await asyncio.start_server(serve, sock=listener, limit=8 << 10)
         async with server, Client(f"http://127.0.0.1:{listener.getsockname()[1]}", KEY) as client:
-            return await client.put_bytes("/deposits", body, Balance, timeout_s=0.3, deadline_s=15.0)
+            return await client.send("PUT", "/deposits", body, Balance, timeout_s=0.3, deadline_s=15.0)
 
-    assert asyncio.run(story()).total == 1 and bytes(taken) == body
+    assert asyncio.run(scenario()).total == 1 and bytes(taken) == body
 
 
 def test_a_server_that_never_answers_is_left_after_the_timeout(time):
@@ -269,7 +271,7 @@ def test_a_server_that_never_answers_is_left_after_the_timeout(time):
             await asyncio.Event().wait()
             raise AssertionError
 
-    client = Client("http://toy", KEY, transport=Mute(), clock=time, sleep=time.sleep, monotonic=time)
+    client = Client("http://toy", KEY, transport=Mute(), timing=Timing(time, time.sleep, time))
     assert "no answer within" in str(fails(client, timeout_s=60.0, deadline_s=0.02))
 
 
@@ -334,16 +336,6 @@ def test_another_program_at_the_url_is_waited_out_once_the_run_has_answered(time
     assert fails(scripted(time, other)) and len(time.slept) == 9, "before it has answered, its URL may be wrong"
 
 
-def test_what_a_connection_says_by_itself_ends_with_one_full_stop(time):
-    def gone(request: httpx.Request) -> httpx.Response:
-        raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
-
-    client = Client(
-        "http://toy", KEY, transport=httpx.MockTransport(gone), clock=time, sleep=time.sleep, monotonic=time
-    )
-    assert "without sending a response. Check that it is running" in str(fails(client, deadline_s=1.0))
-
-
 def test_a_deadline_that_passes_in_a_long_sleep_is_told_with_the_trouble_before_it(time):
     async def overslept(seconds: float) -> None:
         await time.sleep(seconds + 9.0)
@@ -351,7 +343,7 @@ def test_a_deadline_that_passes_in_a_long_sleep_is_told_with_the_trouble_before_
     def gone(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
-    client = Client("http://toy", KEY, transport=httpx.MockTransport(gone), clock=time, sleep=overslept, monotonic=time)
+    client = Client("http://toy", KEY, transport=httpx.MockTransport(gone), timing=Timing(time, overslept, time))
     assert "refused" in str(fails(client, deadline_s=2.0)) and len(time.slept) == 1
 
 
@@ -410,14 +402,6 @@ def test_a_bad_certificate_is_always_an_error(time):
 def test_https_to_a_server_without_tls_and_http_to_one_with_tls_are_named(time):
     assert "does not speak TLS" in str(fails(scripted(time, wrapping(ssl.SSLError(1, "wrong version number")))))
     assert "does not speak HTTP" in str(fails(scripted(time, httpx.RemoteProtocolError("illegal status line"))))
-
-
-def test_a_port_where_nothing_listens_is_reported_in_one_line():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
-        client = Client(f"http://127.0.0.1:{taken.getsockname()[1]}", KEY)
-        error = fails(client, deadline_s=0.2)
-    assert "Check that it is running" in str(error)
 
 
 def test_a_damaged_blob_is_fetched_again(time):

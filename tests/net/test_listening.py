@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from shoal.errors import StateError
-from shoal.net.server_process import listen, port_of_last_start
+from shoal.net.server_address import listen, port_of_last_start
 
 
 @pytest.mark.parametrize("bind", ["203.0.113.5", "nosuch.invalid"])

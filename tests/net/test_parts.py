@@ -36,10 +36,10 @@ def parts_read(parts: list[bytes], gap_s: float = 0.0) -> list[bytes]:
             for part in parts:
                 yield part
 
-    async def story() -> list[bytes]:
+    async def scenario() -> list[bytes]:
         return [one async for one in raw_parts(httpx.Response(200, stream=Body()), lambda: next(at) * gap_s)]
 
-    return asyncio.run(story())
+    return asyncio.run(scenario())
 
 
 def test_small_parts_that_come_fast_are_refused():
@@ -62,14 +62,14 @@ def test_an_answer_in_small_parts_costs_no_time():
     """As a coordinator reads a probe: before, each of 60,000 parts of one byte was copied with all before it."""
     data = CHUNKED + chunked(b"x" * (4 << 20), *[b"y"] * 60_000)
 
-    async def story() -> float:
+    async def scenario() -> float:
         async with web_server(saying(data)) as url:
             before = time.process_time()
             with pytest.raises(PeerError, match="in parts of"):
-                await safe_http.ask(httpx.URL(url), "127.0.0.1", "/x", cap=5 << 20, limit_s=10)
+                await safe_http.get(httpx.URL(url), cap=5 << 20, deadline_s=10, address="127.0.0.1")
             return time.process_time() - before
 
-    assert asyncio.run(story()) < 2
+    assert asyncio.run(scenario()) < 2
 
 
 def test_a_host_cannot_keep_its_nodes_busy_with_small_parts():
@@ -77,11 +77,11 @@ def test_a_host_cannot_keep_its_nodes_busy_with_small_parts():
     ours = head(200, Transfer_Encoding="chunked", Shoal_Protocol="1")
     data = ours + chunked(*[b" "] * 60_000)
 
-    async def story() -> float:
+    async def scenario() -> float:
         async with web_server(saying(data)) as url, Client(url) as client:
             before = time.process_time()
             with pytest.raises(PeerError, match="in parts of 1 bytes"):
                 await client.get("/v1/run", deadline_s=2.0)
             return time.process_time() - before
 
-    assert asyncio.run(story()) < 1
+    assert asyncio.run(scenario()) < 1

@@ -11,8 +11,8 @@ import pytest
 
 from shoal.errors import ConfigError, PeerError
 from shoal.net.client import Client
-from shoal.net.forward_proxy import _choice, proxy_for, proxy_of, use_proxy
-from shoal.weights.fetch.sources import HttpSource, sources_of
+from shoal.net.outbound_proxy import _choice, proxy_for, proxy_of, use_proxy
+from shoal.weights.fetch.sources import HttpSource, SourceAddress, sources_of
 from tests.net.forward_proxy import forward_proxy
 from tests.net.test_sided import INSIDE, OUTSIDE, Names, servers
 
@@ -29,31 +29,31 @@ def names(monkeypatch):
     return Names(monkeypatch)
 
 
-def told(story):
-    return asyncio.run(asyncio.wait_for(story(), 20))
+def told(scenario):
+    return asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_plain_http_is_forwarded_and_the_side_is_that_of_the_server(names):
     """The proxy itself is inside, and does not make its servers so."""
 
-    async def story():
+    async def scenario():
         async with servers(OUTSIDE) as (url, reached):
             use_proxy(f"http://127.0.0.1:{proxy.port}")
             async with Client(url) as client:
                 await client.get("/v1/run")
                 assert not client.may_be_inside and client.address == OUTSIDE and reached == [OUTSIDE]
                 assert proxy.asked == [("GET", url.replace("http://host.example.org", OUTSIDE))]
-            source = HttpSource(f"{url}/chunks", address=OUTSIDE)
+            source = HttpSource(f"{url}/chunks", SourceAddress(known=OUTSIDE))
             assert await source.small("x", 10) == b"{}"
             assert len(proxy.asked) == 2, "chunks come through it, too"
             await source.close()
 
     with forward_proxy() as proxy:
-        told(story)
+        told(scenario)
 
 
 def test_a_name_leads_no_proxy_inside(names):
-    async def story():
+    async def scenario():
         async with servers(OUTSIDE, INSIDE) as (url, reached):
             use_proxy(f"http://127.0.0.1:{proxy.port}")
             async with Client(url) as client:
@@ -69,26 +69,26 @@ def test_a_name_leads_no_proxy_inside(names):
             assert reached == [OUTSIDE] and {place.split(":")[0] for _, place in proxy.asked} == {OUTSIDE}
 
     with forward_proxy() as proxy:
-        told(story)
+        told(scenario)
 
 
 def test_a_name_that_is_not_known_here_is_no_question_for_a_proxy_over_plain_http():
-    async def story():
+    async def scenario():
         use_proxy(f"http://127.0.0.1:{proxy.port}")
         async with Client("http://nosuch.invalid:8470") as client:
             with pytest.raises(PeerError, match=r"no proxy is asked for it.*use https://, or an address"):
-                await client.get("/v1/run", deadline_s=2.0)
+                await client.get("/v1/run", deadline_s=0.5)
         assert proxy.asked == []
 
     with forward_proxy() as proxy:
-        told(story)
+        told(scenario)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "nosuch.invalid"])
 def test_a_server_with_tls_is_connected_to_and_a_name_unknown_here_is_the_proxys(host):
     """What the proxy finds for the name must prove it by TLS before it gets a request: this server cannot."""
 
-    async def story():
+    async def scenario():
         heard = []
 
         async def serve(reader, writer):
@@ -100,14 +100,14 @@ def test_a_server_with_tls_is_connected_to_and_a_name_unknown_here_is_the_proxys
         use_proxy(f"http://127.0.0.1:{proxy.port}")
         async with Client(f"https://{host}:{port}") as client:
             with pytest.raises(PeerError):
-                await client.get("/v1/run", deadline_s=2.0)
+                await client.get("/v1/run", deadline_s=0.5)
         server.close()
         assert proxy.asked[0] == ("CONNECT", f"{host}:{port}")
         assert set(heard) <= {b"\x16\x03\x01"}, "the beginning of a TLS handshake, and no request"
         assert bool(heard) == (host == "127.0.0.1")
 
     with forward_proxy() as proxy:
-        told(story)
+        told(scenario)
 
 
 def test_a_run_with_tls_is_joined_by_a_name_that_the_proxy_alone_knows(tmp_path, monkeypatch):
@@ -127,7 +127,7 @@ def test_a_run_with_tls_is_joined_by_a_name_that_the_proxy_alone_knows(tmp_path,
         await writer.drain()
         writer.close()
 
-    async def story():
+    async def scenario():
         server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
         url = f"https://{host}:{server.sockets[0].getsockname()[1]}"
         use_proxy(f"http://127.0.0.1:{proxy.port}")
@@ -143,62 +143,62 @@ def test_a_run_with_tls_is_joined_by_a_name_that_the_proxy_alone_knows(tmp_path,
 
     with forward_proxy() as proxy:
         proxy.knows[host] = "127.0.0.1"
-        told(story)
+        told(scenario)
 
 
 def test_a_proxy_whose_name_is_not_known_is_no_matter_of_waiting():
-    async def story():
+    async def scenario():
         use_proxy("http://nosuch.invalid:80")
         async with Client("https://10.9.9.9:8470") as client:
             with pytest.raises(PeerError, match=r"the proxy nosuch.invalid:80.* Check the address of the proxy"):
                 await client.get("/v1/run")
 
-    told(story)
+    told(scenario)
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_proxy_that_refuses_is_named_and_not_the_server(scheme):
-    async def story():
+    async def scenario():
         use_proxy(f"http://127.0.0.1:{proxy.port}")
         async with Client(f"{scheme}://127.0.0.1:8470") as client:
             with pytest.raises(PeerError, match=f"the proxy 127.0.0.1:{proxy.port}"):
-                await client.get("/v1/run", deadline_s=2.0)
+                await client.get("/v1/run", deadline_s=0.5)
 
     with forward_proxy(refuses=True) as proxy:
-        told(story)
+        told(scenario)
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_proxy_that_wants_a_password_says_so_and_gets_it(scheme):
-    async def story():
+    async def scenario():
         server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         use_proxy(f"http://127.0.0.1:{proxy.port}")
         async with Client(f"{scheme}://127.0.0.1:{port}") as client:
             with pytest.raises(PeerError, match="wants a user and a password"):
-                await client.get("/v1/run", deadline_s=2.0)
+                await client.get("/v1/run", deadline_s=0.5)
         use_proxy(f"http://anna:s%20cret@127.0.0.1:{proxy.port}")
         async with Client(f"{scheme}://127.0.0.1:{port}") as client:
             with pytest.raises(PeerError) as caught:
-                await client.get("/v1/run", deadline_s=2.0)
+                await client.get("/v1/run", deadline_s=0.5)
         assert "password" not in str(caught.value) and "cret" not in str(caught.value)
         server.close()
 
     with forward_proxy(user=base64.b64encode(b"anna:s cret").decode()) as proxy:
-        told(story)
+        told(scenario)
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_wrong_password_is_told_apart_from_none(scheme):
-    async def story():
+    async def scenario():
         use_proxy(f"http://anna:wrong@127.0.0.1:{proxy.port}")
         async with Client(f"{scheme}://127.0.0.1:8470") as client:
             with pytest.raises(PeerError, match="refuses this user and password: check both") as caught:
-                await client.get("/v1/run", deadline_s=2.0)
+                await client.get("/v1/run", deadline_s=0.5)
         assert "wrong" not in str(caught.value) and "wants" not in str(caught.value)
 
     with forward_proxy(user=base64.b64encode(b"anna:s cret").decode()) as proxy:
-        told(story)
+        told(scenario)
 
 
 def test_an_environment_that_names_no_proxy_is_no_proxy_to_take(monkeypatch):
@@ -212,18 +212,18 @@ def test_an_environment_that_names_no_proxy_is_no_proxy_to_take(monkeypatch):
 
 
 def test_a_proxy_that_is_not_there_is_named():
-    async def story():
+    async def scenario():
         with socket.create_server(("127.0.0.1", 0)) as closed:
             port = closed.getsockname()[1]
         use_proxy(f"http://127.0.0.1:{port}")
         for scheme in ("http", "https"):
             async with Client(f"{scheme}://127.0.0.1:8470") as client:
                 with pytest.raises(PeerError, match=f"the proxy 127.0.0.1:{port} does not answer"):
-                    await client.get("/v1/run", deadline_s=2.0)
+                    await client.get("/v1/run", deadline_s=0.5)
         use_proxy("http://nosuch.invalid:3128")
         async with Client("http://127.0.0.1:8470") as client:
             with pytest.raises(PeerError, match=r"the proxy nosuch\.invalid:3128 does not answer"):
-                await client.get("/v1/run", deadline_s=2.0)
+                await client.get("/v1/run", deadline_s=0.5)
         waits = list[str]()
         use_proxy(f"http://127.0.0.1:{port}")
         client = Client("http://127.0.0.1:8470", on_wait=waits.append)
@@ -233,7 +233,7 @@ def test_a_proxy_that_is_not_there_is_named():
                                 ("does not reach h:80 (HTTP 502)", "check the URL")):  # fmt: skip
             assert advice in client._advice(f"the proxy 127.0.0.1:{port} {trouble}"), "the URL may be right"
 
-    told(story)
+    told(scenario)
 
 
 def test_the_environment_names_a_proxy_only_when_it_is_asked(monkeypatch):

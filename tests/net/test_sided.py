@@ -59,7 +59,7 @@ async def servers(*at, shoal=True):
 
 
 def test_a_name_that_leads_inside_after_the_first_answer_is_not_followed(names):
-    async def story():
+    async def scenario():
         async with servers(OUTSIDE, INSIDE) as (url, reached), Client(url) as client:
             await client.get("/v1/run")
             assert not client.may_be_inside and client.address == OUTSIDE
@@ -72,11 +72,11 @@ def test_a_name_that_leads_inside_after_the_first_answer_is_not_followed(names):
             await client.get("/v1/run", deadline_s=5.0)
             assert set(reached) == {OUTSIDE}
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_a_server_that_moves_to_another_address_outside_is_found(names):
-    async def story():
+    async def scenario():
         async with servers(ELSEWHERE) as (url, reached), Client(url) as client:
             names.leads = [ELSEWHERE]
             await client.get("/v1/run")
@@ -85,28 +85,28 @@ def test_a_server_that_moves_to_another_address_outside_is_found(names):
             await client.get("/v1/run", deadline_s=10.0)
             assert client.address == ELSEWHERE and set(reached) == {ELSEWHERE}
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_a_run_inside_a_network_may_name_what_is_inside(names):
-    async def story():
+    async def scenario():
         async with servers(INSIDE) as (url, reached), Client(url) as client:
             names.leads = [INSIDE]
             await client.get("/v1/run")
             await client.get("/v1/run")
             assert client.may_be_inside and reached == [INSIDE] * 2
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_another_server_inside_does_not_decide_the_side(names):
     """A name that leads to a router of the guest's network first."""
 
-    async def story():
+    async def scenario():
         async with servers(INSIDE, shoal=False) as (url, _), Client(url) as client:
             names.leads = [INSIDE]
             with pytest.raises(PeerError, match="is not a shoal node"):
                 await client.get("/v1/run", deadline_s=1.0)
             assert not client.may_be_inside
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))

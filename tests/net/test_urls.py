@@ -32,5 +32,5 @@ def test_a_name_with_one_address_inside_is_refused(monkeypatch):
 
     monkeypatch.setattr(urls, "addresses_of", found)
     assert asyncio.run(outside_address("fine", 80)) == "8.8.8.8"
-    with pytest.raises(PeerError, match=r"both is 10\.0\.0\.7: an address inside a network"):
+    with pytest.raises(PeerError, match=r"both is 10\.0\.0\.7, an address inside a network"):
         asyncio.run(outside_address("both", 80))

@@ -12,10 +12,10 @@ import uvloop
 from shoal.net.connection_limits import ServerLimits, http_server
 
 
-def run(story: Coroutine[Any, Any, Any]) -> Any:
+def run(scenario: Coroutine[Any, Any, Any]) -> Any:
     """Run a story on the event loop that the coordinator uses."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(asyncio.wait_for(story, 20.0))
+        return runner.run(asyncio.wait_for(scenario, 20.0))
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,7 @@
 """From a run file to a forecast, and what `shoal plan` and `shoal host` say of it."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import msgspec
@@ -9,10 +10,8 @@ import pytest
 from shoal.cli import main
 from shoal.config import load_run
 from shoal.errors import ConfigError
-from shoal.models.parameter_counts import adapter_parameters_of
-from shoal.plan.forecast import forecast, forecast_by_rule, rates_of
+from shoal.plan.forecast import forecast, forecast_by_rule, rates_of, report, summary
 from shoal.plan.machines import Machines
-from shoal.plan.report import report, summary
 from shoal.plan.simulate import simulate
 from shoal.plan.sizes import sizes_of, spec_of
 from shoal.protocol.algorithm_config import Composition, Vine
@@ -24,9 +23,15 @@ GIVEN = Machines(
 )
 
 
+@functools.cache
 def of(machines=GIVEN, recipe="arithmetic.toml", *overrides):
     config = load_run(RECIPES / recipe, list(overrides))
     return forecast(config, rules_of(config), RECIPES, machines)
+
+
+def by_rule(machines, *overrides, recipe="arithmetic.toml"):
+    config = load_run(RECIPES / recipe, list(overrides))
+    return forecast_by_rule(config, rules_of(config), RECIPES, machines)
 
 
 def test_a_version_has_the_bytes_of_its_file():
@@ -45,7 +50,7 @@ def test_an_adapter_is_in_the_memory_of_workers_and_validators():
     plain, adapted = (
         sizes_of(load_run(RECIPES / "arithmetic.toml", changes), RECIPES) for changes in ([], ["policy.adapter.rank=8"])
     )
-    weights = 16 * adapter_parameters_of(spec_of(load_run(RECIPES / "arithmetic.toml"), RECIPES), 8)
+    weights = 16 * spec_of(load_run(RECIPES / "arithmetic.toml"), RECIPES).adapter_parameters(8)
     assert adapted.worker_memory >= plain.worker_memory + weights
     assert adapted.validator_memory >= plain.validator_memory + weights
 
@@ -86,8 +91,7 @@ def test_a_report_has_a_line_for_each_thing_and_no_line_break_in_one():
 def test_a_summary_says_in_plain_words_how_many_workers_a_run_needs():
     short = summary(dataclasses.replace(of(), enough=None, tried=0), GIVEN)
     assert len(short.splitlines()) == 2 and "workers keep the trainer from waiting, at assumed speeds" in short
-    config, one = load_run(RECIPES / "wordle.toml"), Machines(1)
-    found = forecast_by_rule(config, rules_of(config), RECIPES, one)
+    found = by_rule(one := Machines(1), recipe="wordle.toml")
     assert found.needed is None
     plain = summary(found, one).splitlines()[1]
     assert plain == (
@@ -150,21 +154,20 @@ def test_a_synchronous_run_waits_with_any_number_of_workers():
 
 def test_what_stops_a_run_is_told():
     slow = dataclasses.replace(GIVEN, tokens_per_s=1.0)
-    assert "plays 21m20s for a block, and rollouts.lease_s gives it 2m00s" in report(of(slow), slow)
+    assert "plays 21m20s for a block, and rollouts.lease_s gives it 2m00s" in report(by_rule(slow), slow)
     few = of(GIVEN, "arithmetic.toml", "verify.worker_share=0.1")
     assert few.outcome is None and "a batch needs 16 workers: one may fill 10% of it" in report(few, GIVEN)
     large = dataclasses.replace(GIVEN, parameters=7e9, patch_share=-1.0)
-    found = of(large, "arithmetic.toml", 'policy.dtype="bfloat16"')
+    found = by_rule(large, 'policy.dtype="bfloat16"')
     assert found.sizes.needed_blobs == pytest.approx(3 * 14e9, rel=0.01)
     assert "storage.quota_mb is 2048: above it, no worker gets work. Set it to 42" in report(found, large)
     assert "storage.quota_mb is 2048" in summary(found, large)
-    roomy = of(large, "arithmetic.toml", 'policy.dtype="bfloat16"', "storage.quota_mb=60000")
+    roomy = by_rule(large, 'policy.dtype="bfloat16"', "storage.quota_mb=60000")
     assert "quota_mb" not in report(roomy, large)
 
 
 def test_relays_are_filled_from_the_host_before_they_serve():
     """Two copies at 100 Mb/s take the host longer than the relays take for four workers."""
     relayed = dataclasses.replace(GIVEN, downlink=0.0, relays=2, relay_uplink=1000.0)
-    config = load_run(RECIPES / "arithmetic.toml")
-    found = forecast_by_rule(config, rules_of(config), RECIPES, relayed)
+    found = by_rule(relayed)
     assert found.fetch_s == pytest.approx(2 * found.sizes.version / 12.5e6, rel=0.1)

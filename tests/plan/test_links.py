@@ -24,26 +24,23 @@ def ends(capacities, *transfers):
     return [found[number] for number in range(len(transfers))]
 
 
-def test_one_transfer_takes_its_bytes_over_the_narrowest_link():
-    assert ends({"up": 10.0, "down": 4.0}, (1.0, 20.0, ("up", "down"))) == pytest.approx([6.0])
-
-
-def test_equal_transfers_share_a_link_and_the_rest_goes_faster_once_one_has_ended():
-    assert ends({"up": 10.0}, (0.0, 10.0, ("up",)), (0.0, 20.0, ("up",))) == pytest.approx([2.0, 3.0])
-
-
-def test_what_a_slow_client_cannot_take_goes_to_the_others():
-    capacities = {"up": 10.0, "slow": 1.0, "fast": 100.0}
-    transfers = (0.0, 10.0, ("up", "slow")), (0.0, 90.0, ("up", "fast"))
-    assert ends(capacities, *transfers) == pytest.approx([10.0, 10.0])
-
-
-def test_a_transfer_that_begins_later_slows_the_first():
-    assert ends({"up": 10.0}, (0.0, 20.0, ("up",)), (1.0, 5.0, ("up",))) == pytest.approx([2.5, 2.0])
-
-
-def test_no_limit_takes_no_time():
-    assert ends({"up": 0.0}, (3.0, 1e12, ("up",))) == [3.0]
+@pytest.mark.parametrize(
+    ("capacities", "transfers", "expected"),
+    [
+        ({"up": 10.0, "down": 4.0}, [(1.0, 20.0, ("up", "down"))], [6.0]),
+        ({"up": 10.0}, [(0.0, 10.0, ("up",)), (0.0, 20.0, ("up",))], [2.0, 3.0]),
+        (
+            {"up": 10.0, "slow": 1.0, "fast": 100.0},
+            [(0.0, 10.0, ("up", "slow")), (0.0, 90.0, ("up", "fast"))],
+            [10, 10],
+        ),
+        ({"up": 10.0}, [(0.0, 20.0, ("up",)), (1.0, 5.0, ("up",))], [2.5, 2.0]),
+        ({"up": 0.0}, [(3.0, 1e12, ("up",))], [3.0]),
+    ],
+    ids=["the narrowest link", "two of one link", "what a slow one leaves", "one that begins later", "no limit"],
+)
+def test_transfers_share_their_links_fairly(capacities, transfers, expected):
+    assert ends(capacities, *transfers) == pytest.approx(expected)
 
 
 def test_rates_never_exceed_a_link_and_fill_it_if_somebody_waits():

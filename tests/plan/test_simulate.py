@@ -88,14 +88,6 @@ def test_relays_fetch_whole_versions_too_if_these_are_published():
     assert rarely.origin_bytes == pytest.approx(2 * (4e6 / 4 + 1e5), rel=0.05)
 
 
-def test_relays_take_the_copies_off_the_origin():
-    slow = setting(workers=8, rules=rules(max_staleness=0), full_bytes=4e6, origin_up=1e6, chunk_bytes=4e4)
-    relayed = dataclasses.replace(slow, relays_up=(1e6, 1e6))
-    alone, found = simulate(slow), simulate(relayed)
-    assert alone.origin_bytes == pytest.approx(32e6) and found.origin_bytes == pytest.approx(8e6)
-    assert found.lag_s < 0.6 * alone.lag_s
-
-
 def test_a_worker_that_follows_by_patches_fetches_little_and_one_that_was_away_takes_the_cheaper_way():
     plain = simulate(setting(machine=WorkerMachine(100.0, down=0.1e6), full_bytes=1e6, rules=rules(max_staleness=0)))
     patched = simulate(
@@ -123,22 +115,9 @@ def test_the_trainer_publishes_beside_the_next_step():
     assert longer.idle_share + longer.publish_wait_share == pytest.approx(20 / 30, abs=0.01)
 
 
-def test_in_a_synchronous_run_nothing_is_beside_anything():
-    # 8 blocks of 16 s by 4 workers, 10 s of training, 8 of publishing
-    found = simulate(setting(rules=rules(max_staleness=0), publish_s=8.0))
-    assert found.step_s == pytest.approx(50, rel=0.1) and found.publish_wait_share == 0.0
-
-
 def test_groups_without_signal_cost_workers_their_time():
     found = simulate(setting(signal_share=0.5))
     assert found.step_s == pytest.approx(64, rel=0.15)
-
-
-def test_slow_and_fast_workers_add_up():
-    mixed = simulate(
-        setting(workers=(WorkerMachine(50.0), WorkerMachine(50.0), WorkerMachine(100.0), WorkerMachine(200.0)))
-    )
-    assert mixed.step_s == pytest.approx(32, rel=0.2)
 
 
 def test_a_run_in_which_nobody_gets_a_version_in_time_is_said_to_stall():
@@ -151,9 +130,9 @@ def test_fifty_workers_at_50_megabits_follow_7_billion_parameters_by_patches_and
         rules=rules(group_size=16, batch_groups=128, lease_s=1800.0, dtype="bfloat16"),
         workers=(WorkerMachine(900.0, 50 * MEGABIT, 20 * MEGABIT, 14.0),) * 50, rollout_tokens=1500.0, train_s=240.0,
         publish_s=35.0, check_s=3.0, full_bytes=14e9, patch_bytes=14e9 / 150, apply_s=14.0, origin_up=1000 * MEGABIT,
-        validators=3, measured_steps=6,
+        validators=3, warmup_steps=1, measured_steps=2,
     )  # fmt: skip
     found = simulate(big)
     assert found.followed == 1.0 and found.lag_s < 70 and found.idle_share < 0.05 and found.staleness <= 1.0
-    whole = simulate(dataclasses.replace(big, patch_bytes=0.0, measured_steps=2))
+    whole = simulate(dataclasses.replace(big, patch_bytes=0.0, warmup_steps=2))
     assert whole.idle_share > 0.9 and whole.lag_s > 3600

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from shoal.protocol.algorithm_config import Composition, Dapo, Grpo, Vine, vine_of
-from shoal.protocol.branching import (
+from shoal.protocol.continuations import (
     FIRST_BLOCK,
     Branch,
     branches,

@@ -29,13 +29,6 @@ def plain_draw(slot: bytes, weights: list[float], num_tasks: list[int]) -> tuple
     return env, int.from_bytes(bits[8:16], "big") % num_tasks[env]
 
 
-def test_environments_are_drawn_by_weight_and_tasks_evenly() -> None:
-    drawn = [draw_task(seed, plain([1.0, 3.0], [10, 4])) for seed in SEEDS]
-    assert 0.22 < sum(env == "0" for env, _ in drawn) / len(SEEDS) < 0.28
-    counts = Counter(task for env, task in drawn if env == "1")
-    assert len(counts) == 4 and min(counts.values()) > 1000
-
-
 @given(st.binary(min_size=32, max_size=32), st.lists(st.floats(0.01, 100), min_size=1, max_size=5))
 def test_a_table_without_pools_draws_by_the_weights_and_numbers_of_tasks_alone(
     seed: bytes, weights: list[float]

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.algos.toploc import CHUNK_TOKENS, MAX_K
 from shoal.protocol import messages as t
-from shoal.protocol.audit_selection import MAX_REASON_CHARS, MAX_REWARD
+from shoal.protocol.audit_and_pay import MAX_REASON_CHARS, MAX_REWARD
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_ROLLOUT_ROWS, MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import from_json, to_json, to_msgpack
 from shoal.protocol.message_sizes import (

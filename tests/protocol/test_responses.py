@@ -15,7 +15,7 @@ from shoal.protocol import messages
 from shoal.protocol.encoding import WireError, digest, from_json
 from shoal.protocol.messages import Message, Response
 from shoal.protocol.signing import content_digest
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run
 
 OPEN_ENDED = {
     messages.RunInfo, messages.RunVersions, messages.NodeState, messages.LeaseAnswer, messages.CheckAnswer,
@@ -69,7 +69,7 @@ class NewerCoordinator(httpx.AsyncBaseTransport):
         return httpx.Response(response.status_code, headers=headers, stream=httpx.ByteStream(body))
 
 
-class NewerTown(Town):
+class NewerTown(RunTestbed):
     inside = ""
 
     def client(self, key_file) -> Client:
@@ -80,37 +80,21 @@ class NewerTown(Town):
 
 def test_a_run_is_the_same_for_nodes_older_than_its_coordinator(tmp_path) -> None:
     roots = []
-    for kind in (Town, NewerTown):
-        town = kind(tmp_path / kind.__name__, tiny_run(steps=1))
-        asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker")))
-        roots.append(town.weights())
-    assert town.network.changed > 5 and roots[0] == roots[1]
+    for kind in (RunTestbed, NewerTown):
+        testbed = kind(tmp_path / kind.__name__, tiny_run(steps=1))
+        asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("worker")))
+        roots.append(testbed.weights())
+    assert testbed.network.changed > 5 and roots[0] == roots[1]
 
 
-@pytest.mark.parametrize("inside", ["rules", "sampling", "lease"])
-def test_a_worker_refuses_what_it_does_not_know_in_rules_sampling_and_leases(tmp_path, inside) -> None:
-    town = NewerTown(tmp_path / "run", tiny_run())
-    town.inside = inside
-    worker = town.worker("worker")
-
-    async def story() -> None:
-        with pytest.raises(PeerError, match="unknown field `from_the_future`"):
-            if inside != "lease":
-                await worker.run()
-            else:
-                town.inside = ""
-                trainer = asyncio.create_task(town.trainer().run())
-                try:
-                    await worker.run()
-                finally:
-                    trainer.cancel()
-
-    asyncio.run(asyncio.wait_for(story(), 60.0))
+def test_a_worker_refuses_what_it_does_not_know_in_the_rules(tmp_path) -> None:
+    testbed = NewerTown(tmp_path / "run", tiny_run())
+    testbed.inside = "rules"
+    with pytest.raises(PeerError, match="unknown field `from_the_future`"):
+        asyncio.run(asyncio.wait_for(testbed.worker("worker").run(), 60.0))
 
 
-@pytest.mark.parametrize(
-    "kind", [messages.Rules, messages.Sampling, messages.Slot, messages.Receipt, messages.Statement]
-)
+@pytest.mark.parametrize("kind", [messages.Rules, messages.Sampling, messages.Lease, messages.Slot, messages.Receipt])
 def test_strict_messages_refuse_an_unknown_field_by_name(kind) -> None:
     with pytest.raises(WireError, match="unknown field `from_the_future`"):
         from_json(json.dumps(NEWS).encode(), kind)

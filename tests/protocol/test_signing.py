@@ -16,6 +16,7 @@ from shoal.protocol.signing import (
     TAG,
     Key,
     RequestLine,
+    SenderState,
     SignatureError,
     content_digest,
     sign_request,
@@ -29,9 +30,8 @@ BODY = b'{"hello":1}'
 NOW = 1_800_000_000
 
 
-def signed(**changes: object) -> dict[str, str]:
-    arguments: dict = {"created": NOW, "nonce": "n" * 16, "run": "run-1", "head": "ab" * 32} | changes
-    return sign_request(KEY, LINE, digest(BODY), **arguments)
+def signed(sender: SenderState = SenderState("run-1", "ab" * 32), created: int = NOW) -> dict[str, str]:
+    return sign_request(KEY, LINE, digest(BODY), created=created, nonce="n" * 16, sender=sender)
 
 
 def refusal(line: RequestLine, headers: dict[str, str], now: float = NOW) -> SignatureError:
@@ -78,10 +78,7 @@ def test_the_secret_decides_the_key():
 def test_a_signed_request_tells_its_sender():
     caller = verify_headers(LINE, signed(), now=NOW + 1.5)
     assert (caller.key, caller.created, caller.run, caller.head) == (KEY.public, NOW, "run-1", "ab" * 32)
-
-
-def test_run_and_head_may_be_left_out():
-    caller = verify_headers(LINE, signed(run="", head=""), now=NOW)
+    caller = verify_headers(LINE, signed(SenderState()), now=NOW)
     assert (caller.run, caller.head) == ("", "")
 
 
@@ -104,7 +101,7 @@ def test_a_changed_request_line_is_refused(line):
     "name", ["content-digest", "shoal-run", "shoal-head", "shoal-manifest", "signature", "signature-input"]
 )
 def test_a_changed_or_missing_header_is_refused(name):
-    headers = signed(manifest="cd" * 32)
+    headers = signed(SenderState("run-1", "ab" * 32, "cd" * 32))
     assert refusal(LINE, headers | {name: headers[name][:-3] + "x" + headers[name][-2:]}).code == "signature"
     del headers[name]
     assert refusal(LINE, headers).code == "signature"
@@ -112,7 +109,7 @@ def test_a_changed_or_missing_header_is_refused(name):
 
 @pytest.mark.parametrize("name", ["shoal-run", "shoal-head", "shoal-manifest"])
 def test_a_header_of_ours_added_on_the_way_is_refused(name):
-    headers = signed(run="", head="") | {name: "something"}
+    headers = signed(SenderState()) | {name: "something"}
     assert refusal(LINE, headers).code == "signature"
 
 
@@ -135,14 +132,9 @@ def test_another_key_in_the_input_is_refused():
     ],
 )
 def test_an_old_or_future_request_is_refused_with_the_skew(created, words):
+    verify_headers(LINE, signed(), now=NOW + SIGNATURE_WINDOW_S)
     error = refusal(LINE, signed(created=created))
     assert error.code == "clock" and words in str(error) and "set the clock" in str(error)
-
-
-def test_a_request_replayed_after_the_window_is_refused():
-    headers = signed()
-    verify_headers(LINE, headers, now=NOW + SIGNATURE_WINDOW_S)
-    assert refusal(LINE, headers, now=NOW + SIGNATURE_WINDOW_S + 1).code == "clock"
 
 
 def test_a_request_signature_does_not_pass_as_a_signature_for_a_purpose():

@@ -35,11 +35,6 @@ def test_a_second_spelling_of_a_list_is_refused() -> None:
         read_task_list(msgspec.json.format(to_json(LIST)))
 
 
-def test_tasks_of_a_list_are_drawn_alike_and_no_others() -> None:
-    drawn = draws(EnvDraw("sums", 1.0, 4, listed=LIST.tasks))
-    assert set(drawn) == set(LIST.tasks) and all(850 < count < 1150 for count in drawn.values())
-
-
 def test_pools_change_how_often_listed_tasks_are_drawn() -> None:
     pools = (TaskPool(0.5, (7, 99)), TaskPool(0.0, (3,)))
     drawn = draws(EnvDraw("sums", 1.0, 4, pools, LIST.tasks))

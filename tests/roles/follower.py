@@ -16,12 +16,12 @@ from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol.messages import RunInfo
 from shoal.roles.node import share_weights
-from shoal.roles.node.evidence import EvidenceStore
+from shoal.roles.node.evidence_store import EvidenceStore
 from shoal.roles.node.session import Session
 from shoal.weights.manifest import weights_root
 
 
-async def story(url: str, home: Path, versions: list[int], port: int, public_url: str) -> None:
+async def scenario(url: str, home: Path, versions: list[int], port: int, public_url: str) -> None:
     key = load_or_make_key(home / "node.key")
     async with Client(url, key) as client, contextlib.AsyncExitStack() as stack:
         info = await client.get_json("/v1/run", RunInfo)
@@ -48,4 +48,4 @@ if __name__ == "__main__":
     parser.add_argument("versions", type=int, nargs="+")
     parser.add_argument("--share", nargs=2, default=["0", ""])
     asked = parser.parse_args()
-    asyncio.run(story(asked.url, asked.home, asked.versions, int(asked.share[0]), asked.share[1]))
+    asyncio.run(scenario(asked.url, asked.home, asked.versions, int(asked.share[0]), asked.share[1]))

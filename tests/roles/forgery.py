@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.ledger.event import GENESIS
+from shoal.ledger.event_types import make_entry, read_entry
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.registry import make_entry, read_entry
 from shoal.run_folder import RunFolder
 
 Lines = list[tuple[float, Any]]

@@ -17,11 +17,10 @@ from shoal.cli import main
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError
 from shoal.ledger.batches import BatchFormed, GroupAccepted
 from shoal.ledger.leases import LeaseGranted
-from shoal.ledger.log.check import verify
 from shoal.ledger.log.writer import replay
 from shoal.ledger.members import NodeQuarantined
 from shoal.ledger.pay import Credit
-from shoal.ledger.run import RunEnded
+from shoal.ledger.run_events import RunEnded
 from shoal.ledger.state import state_hash
 from shoal.ledger.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
@@ -29,9 +28,9 @@ from shoal.ledger.versions import CheckpointPublished, LinkRevealed
 from shoal.net.client import Client
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import Grpo
-from shoal.protocol.audit_selection import influence
+from shoal.protocol.audit_and_pay import influence
 from shoal.protocol.encoding import to_json
-from shoal.roles.auditor.recompute import (
+from shoal.roles.auditor.rejudge_groups import (
     AGREE,
     DISAGREE,
     PARTLY,
@@ -43,28 +42,28 @@ from shoal.roles.auditor.recompute import (
     summary,
 )
 from shoal.roles.auditor.verify_log import audit_folder, replay_log
-from shoal.runs import public_run
-from shoal.runs.public_run import FolderRun, UrlRun
+from shoal.runs import log_source
+from shoal.runs.log_source import FolderRun, UrlRun
 from shoal.weights.fetch import fetch
 from tests.nightly import first_of
 from tests.roles.forgery import bodies, forged
-from tests.roles.in_memory_run import URL, Town, tiny_run
+from tests.roles.testbed import URL, RunTestbed, tiny_run
 
 ALL = GroupChoice()
 
 
 @pytest.fixture(scope="module")
-def town(tmp_path_factory):
+def testbed(tmp_path_factory):
     """A finished run with an honest worker and a cheater."""
-    town = Town(tmp_path_factory.mktemp("audit") / "run", tiny_run())
-    roles = [town.trainer(), town.validator(), town.worker("honest"), town.worker("cheater", "other-seed")]
-    asyncio.run(town.live(*roles))
-    return town
+    testbed = RunTestbed(tmp_path_factory.mktemp("audit") / "run", tiny_run())
+    roles = [testbed.trainer(), testbed.validator(), testbed.worker("honest"), testbed.worker("cheater", "other-seed")]
+    asyncio.run(testbed.live(*roles))
+    return testbed
 
 
 @pytest.fixture(scope="module")
-def run_dir(town):
-    return town.folder.root
+def run_dir(testbed):
+    return testbed.folder.root
 
 
 def audit(source, choice=ALL):
@@ -90,53 +89,53 @@ def replaced(**fields):
 # --- the honest run ---
 
 
-def test_every_group_of_an_honest_run_is_recomputed_and_agrees(run_dir):
+def test_every_group_of_an_honest_run_is_recomputed_and_agrees(testbed, run_dir):
     found = audit(run_dir)
     judged = sum(len(body.groups) for _, body in bodies(run_dir) if isinstance(body, VerdictGiven))
     assert found.disagreements == [] and found.left_out == {}
     assert (found.groups, found.with_model) == (judged, judged)
     assert found.tokens >= sum(body.tokens for _, body in bodies(run_dir) if isinstance(body, Credit))
     assert found.exit_code() == AGREE
+    assert summary(at_url(testbed, ALL)) == summary(found)
 
 
-def test_a_url_gives_the_same_audit_as_the_folder(town, run_dir):
-    async def story():
-        async with Client(URL, transport=httpx.ASGITransport(town.app)) as client:
-            return await audit_rollouts(UrlRun(client), ALL, threads=1, own_files=False)
+def at_url(testbed, choice, kind=UrlRun):
+    async def scenario():
+        async with Client(URL, transport=httpx.ASGITransport(testbed.app)) as client:
+            return await audit_rollouts(kind(client), choice, threads=1, own_files=False)
 
-    assert summary(asyncio.run(story())) == summary(audit(run_dir))
-
-
-def at_url(town, choice):
-    async def story():
-        async with Client(URL, transport=httpx.ASGITransport(town.app)) as client:
-            return await audit_rollouts(UrlRun(client), choice, threads=1, own_files=False)
-
-    return asyncio.run(story())
+    return asyncio.run(scenario())
 
 
-def test_a_sample_of_a_url_is_drawn_from_what_its_run_keeps(tmp_path):
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
     """As of a run that has gone on for long: of most versions, bodies and weights are deleted."""
-    town = Town(tmp_path / "run", tiny_run(steps=6, storage={"window_steps": 1}))
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
-    for seed in range(3):
-        found = at_url(town, GroupChoice(sample=3, seed=seed))
-        assert (found.groups, found.with_model, found.exit_code()) == (3, 3, AGREE), summary(found)
-        assert not found.left_out and not found.agrees
+    testbed = RunTestbed(tmp_path_factory.mktemp("long") / "run", tiny_run(steps=4, storage={"window_steps": 1}))
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("honest")))
+    return testbed
+
+
+def without_blobs(testbed, place):
+    shutil.copytree(testbed.folder.root, place, ignore=shutil.ignore_patterns("blobs"))
+    return RunTestbed(place, testbed.config)
+
+
+def test_a_sample_of_a_url_is_drawn_from_what_its_run_keeps(long_run, tmp_path):
+    found = at_url(long_run, GroupChoice(sample=3, seed=0))
+    assert (found.groups, found.with_model, found.exit_code()) == (3, 3, AGREE), summary(found)
+    assert not found.left_out and not found.agrees
     lines = [line for line in summary(found) if line.startswith("not drawn from: ")]
-    assert len(lines) == 1 and "of versions before 5 any more" in lines[0]
+    assert len(lines) == 1 and "of versions before 3 any more" in lines[0]
     assert summary(found)[-1].endswith("This says nothing of what was not checked")
-    every = at_url(town, ALL)
+    every = at_url(long_run, ALL)
     assert every.exit_code() == PARTLY and len(every.left_out) == 2, "one line for bodies, and one for weights"
-    for path in town.folder.blobs.rglob("*"):
-        if path.is_file():
-            path.unlink()
-    nothing = at_url(town, GroupChoice(sample=3))
+    empty = without_blobs(long_run, tmp_path / "run")
+    nothing = at_url(empty, GroupChoice(sample=3))
     assert nothing.exit_code() == UNAVAILABLE and "nothing was available" in summary(nothing)[-1]
-    assert at_url(town, GroupChoice(rollout="0/0")).exit_code() == UNAVAILABLE
+    assert at_url(empty, GroupChoice(rollout="0/0")).exit_code() == UNAVAILABLE
 
 
-def test_a_host_that_hides_weights_that_every_run_keeps_gets_no_good_report(town, monkeypatch):
+def test_a_host_that_hides_weights_that_every_run_keeps_gets_no_good_report(testbed, monkeypatch):
     asked, codes = UrlRun.manifest, []
     for hidden in range(3):
 
@@ -146,7 +145,7 @@ def test_a_host_that_hides_weights_that_every_run_keeps_gets_no_good_report(town
             return await asked(run, version, name)
 
         monkeypatch.setattr(UrlRun, "manifest", manifest)
-        state, found = town.desk.state, at_url(town, GroupChoice(sample=2, seed=1))
+        state, found = testbed.coordinator.state, at_url(testbed, GroupChoice(sample=2, seed=1))
         codes.append(found.exit_code())
         assert "not drawn from: " in "\n".join(summary(found)) and "not public yet" not in found.undrawn
     assert (state.main.version, state.rules.max_staleness) == (3, 0), "so version 2 is kept by every run, 0 may be gone"
@@ -172,21 +171,11 @@ class Hurried(UrlRun):
 
 
 @pytest.mark.parametrize("silent", first_of(False, True))
-def test_what_a_live_run_deletes_while_a_sample_is_read_is_drawn_again(tmp_path, silent):
-    town = Town(tmp_path / "run", tiny_run(steps=6, storage={"window_steps": 1}))
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
-    seq = next(s for s, (_, body) in enumerate(bodies(tmp_path / "run")) if getattr(body, "version", 0) == 4)
-    if silent:
-        for path in town.folder.blobs.rglob("*"):
-            path.unlink() if path.is_file() else None
-
-    async def story():
-        async with Client(URL, transport=httpx.ASGITransport(town.app)) as client:
-            run = Hurried(client)
-            run.seq = seq
-            return await audit_rollouts(run, GroupChoice(sample=3, seed=1), threads=1, own_files=False)
-
-    found = asyncio.run(story())
+def test_what_a_live_run_deletes_while_a_sample_is_read_is_drawn_again(long_run, tmp_path, monkeypatch, silent):
+    testbed = without_blobs(long_run, tmp_path / "run") if silent else long_run
+    seq = next(s for s, (_, body) in enumerate(bodies(testbed.folder.root)) if getattr(body, "version", 0) == 3)
+    monkeypatch.setattr(Hurried, "seq", seq, raising=False)
+    found = at_url(testbed, GroupChoice(sample=3, seed=1), Hurried)
     if silent:
         assert found.exit_code() == UNAVAILABLE and not found.groups
     else:
@@ -194,18 +183,18 @@ def test_what_a_live_run_deletes_while_a_sample_is_read_is_drawn_again(tmp_path,
         assert "expired before they were read: 3 groups" in found.undrawn and not found.agrees
 
 
-def test_a_sample_that_is_deleted_each_time_before_it_is_read_ends_and_says_so(town, monkeypatch):
+def test_a_sample_that_is_deleted_each_time_before_it_is_read_ends_and_says_so(testbed, monkeypatch):
     async def gone(run, name):
         raise NothingYet("not here")
 
     monkeypatch.setattr(UrlRun, "blob", gone)
     monkeypatch.setattr(UrlRun, "oldest_served", lambda run, state: asyncio.sleep(0, next(served)))
     served = itertools.chain([0, 1, 2], itertools.repeat(2))
-    found = at_url(town, GroupChoice(sample=4, seed=1))
+    found = at_url(testbed, GroupChoice(sample=4, seed=1))
     assert found.exit_code() == UNAVAILABLE and not found.groups, summary(found)
 
 
-def test_a_host_that_hides_one_version_among_others_gets_no_good_report(town, monkeypatch):
+def test_a_host_that_hides_one_version_among_others_gets_no_good_report(testbed, monkeypatch):
     asked = UrlRun.manifest
 
     async def manifest(run, version, name):
@@ -215,7 +204,7 @@ def test_a_host_that_hides_one_version_among_others_gets_no_good_report(town, mo
 
     monkeypatch.setattr(UrlRun, "manifest", manifest)
     monkeypatch.setattr(UrlRun, "oldest_served", lambda run, state: asyncio.sleep(0, 0))
-    found = at_url(town, GroupChoice(sample=1000))
+    found = at_url(testbed, GroupChoice(sample=1000))
     assert found.exit_code() == PARTLY and "are gone (storage.retain)" in "\n".join(found.left_out)
     assert found.with_model < found.groups, "what needs no weights was recomputed"
 
@@ -240,11 +229,11 @@ class Lying(httpx.AsyncBaseTransport):
 
 
 def log_of(host, max_memory_mb=10):
-    async def story():
+    async def scenario():
         async with Client(URL, transport=host) as client:
             return await replay_log(UrlRun(client, max_memory_mb))
 
-    return asyncio.run(story())
+    return asyncio.run(scenario())
 
 
 class Dripping(Lying):
@@ -261,24 +250,24 @@ class Dripping(Lying):
 def test_a_host_that_tells_one_event_at_a_time_makes_no_audit_endless():
     host = Dripping(10**9, b"{}\n")
 
-    async def story():
+    async def scenario():
         async with Client(URL, transport=host) as client:
             rows = await UrlRun(client).newer(5)
             with pytest.raises(PeerError, match="serves 1 events but says that there are 1000000000"):
                 await UrlRun(client).rows()
             return rows
 
-    assert len(asyncio.run(story())) == 1 and host.asked == 3
+    assert len(asyncio.run(scenario())) == 1 and host.asked == 3
 
 
 def test_the_newer_events_of_a_log_are_read_page_by_page():
     host = Lying(10**9, b"{}\n" * 1000)
 
-    async def story():
+    async def scenario():
         async with Client(URL, transport=host) as client:
             return await UrlRun(client).newer(5)
 
-    assert len(asyncio.run(story())) == 10_000 and host.asked == 11
+    assert len(asyncio.run(scenario())) == 10_000 and host.asked == 11
 
 
 def test_a_log_that_does_not_fit_into_memory_is_not_fetched_whole():
@@ -377,7 +366,7 @@ def test_what_the_run_deleted_by_its_own_rule_is_said_and_is_no_failure(copy):
     assert audit(copy, GroupChoice(rollout="0/0")).exit_code() == UNAVAILABLE
 
 
-@pytest.mark.parametrize(("storage", "version"), [({"window_steps": 1}, 2), ({"retain": "all"}, 0), ({}, 0)])
+@pytest.mark.parametrize(("storage", "version"), [({"window_steps": 1}, 2), ({"retain": "all"}, 0)])
 def test_what_the_runs_rule_keeps_and_is_gone_is_left_out(copy, storage, version):
     keeps(copy, **storage)
     blob(copy, received(copy, version)[0]).unlink()
@@ -421,24 +410,17 @@ def test_bodies_that_were_trained_on_do_not_expire_where_the_rule_keeps_them(cop
     assert found.exit_code() == PARTLY and found.left_out
 
 
-def test_weights_that_the_runs_rule_deleted_are_said_and_are_no_failure(copy):
-    keeps(copy, window_steps=1, retain="batches")
-    manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, CheckpointPublished)]
-    blob(copy, manifests[0]).unlink()
-    found = audit(copy)
-    assert found.exit_code() == AGREE and not found.agrees and not found.left_out
-    assert found.with_model < found.groups and ["weights are deleted" in reason for reason in found.expired] == [True]
-    blob(copy, manifests[2]).unlink()
-    assert audit(copy).exit_code() == PARTLY
-
-
 def test_a_rule_that_took_the_weights_of_one_version_and_left_older_ones_is_not_believed(copy):
-    keeps(copy, window_steps=1)
+    keeps(copy, window_steps=1, retain="batches")
     manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, CheckpointPublished)]
     blob(copy, manifests[1]).unlink()
     assert audit(copy).exit_code() == PARTLY
     blob(copy, manifests[0]).unlink()
-    assert audit(copy).exit_code() == AGREE
+    found = audit(copy)
+    assert found.exit_code() == AGREE and not found.agrees and not found.left_out, "what the rule took is no failure"
+    assert found.with_model < found.groups and ["weights are deleted" in reason for reason in found.expired] == [True]
+    blob(copy, manifests[2]).unlink()
+    assert audit(copy, GroupChoice(rollout="2/0")).exit_code() == PARTLY
 
 
 def choose_all(copy):
@@ -451,14 +433,13 @@ def test_without_a_versions_weights_all_but_the_tokens_is_recomputed(copy):
     manifest = msgspec.json.decode(signed.body, type=t.Manifest)
     for chunk in next(file for file in manifest.files if file.path.endswith(".safetensors")).chunks:
         blob(copy, chunk).unlink()
-    whole, found = audit(copy, GroupChoice(rollout="1/0")), audit(copy, GroupChoice(rollout="0/0"))
-    assert whole.with_model == whole.groups
+    found = audit(copy, GroupChoice(rollout="0/0"))
     assert found.disagreements == [] and found.groups > 0 and found.with_model == 0 and found.exit_code() == PARTLY
     assert ["weights of their versions are gone" in reason for reason in found.left_out] == [True]
 
 
 def test_weights_that_do_not_fit_on_this_disk_are_left_out_and_are_no_disagreement(run_dir, monkeypatch):
-    monkeypatch.setattr(public_run, "room_for_version", lambda folder, keep: 1000)
+    monkeypatch.setattr(log_source, "room_for_version", lambda folder, keep: 1000)
     found = audit(run_dir, GroupChoice(rollout="0/0"))
     assert found.disagreements == [] and found.groups == found.with_model == 0
     assert any("only 1000 may be used" in reason and "set TMPDIR" in reason for reason in found.left_out)
@@ -487,20 +468,18 @@ class Silent(FolderRun):
 
 
 def test_what_a_host_does_not_serve_is_left_out_and_the_rest_is_audited(run_dir):
-    received = next(body for _, body in bodies(run_dir) if isinstance(body, SubmissionReceived))
-    found = audit(Silent(run_dir, {received.digest}))
-    assert found.disagreements == [] and found.groups > 0 and found.exit_code() == PARTLY
-    assert [count for reason, count in found.left_out.items() if "no answer in 30 s" in reason] == [
-        len(received.groups)
-    ]
+    body = [body for _, body in bodies(run_dir) if isinstance(body, SubmissionReceived)][-1]
     manifest = next(body.manifest for _, body in bodies(run_dir) if isinstance(body, CheckpointPublished))
-    found = audit(Silent(run_dir, {manifest}))
-    assert found.disagreements == [] and found.with_model > 0 and found.exit_code() == PARTLY
+    found = audit(Silent(run_dir, {body.digest, manifest}))
+    assert found.disagreements == [] and 0 < found.with_model < found.groups and found.exit_code() == PARTLY
     assert any("cannot fetch version 0: no answer in 30 s" in reason for reason in found.left_out)
+    assert len(body.groups) in [
+        count for reason, count in found.left_out.items() if "no answer in 30 s" in reason and "version" not in reason
+    ]
 
 
 def test_a_run_without_rollouts_has_nothing_yet(tmp_path):
-    found = audit(Town(tmp_path / "run", tiny_run()).folder.root, GroupChoice(sample=3))
+    found = audit(RunTestbed(tmp_path / "run", tiny_run()).folder.root, GroupChoice(sample=3))
     assert found.exit_code() == UNAVAILABLE and "no rollout" in summary(found)[-1]
 
 
@@ -553,7 +532,7 @@ def test_a_verdict_with_forged_rewards_is_found_though_the_log_holds(run_dir, tm
     accepted, edit = with_rewards_swapped(run_dir)
     lying = forged(run_dir, tmp_path / "lying", edit)
     assert audit_folder(lying).findings == []
-    found = audit(lying)
+    found = audit(lying, GroupChoice(rollout=f"{accepted.version}/{accepted.slot}"))
     assert found.exit_code() == DISAGREE and len(found.disagreements) == 2
     assert all(line.startswith(f"{accepted.version}/{accepted.slot}, ") for line in found.disagreements)
     assert all("reward of rollout" in line and "the environment gives" in line for line in found.disagreements)
@@ -583,14 +562,18 @@ def test_a_group_that_the_validator_should_have_refused_is_found(run_dir, tmp_pa
     assert any("the log accepts it, here sampling refuses it" in line for line in found.disagreements)
 
 
-def test_an_honest_group_that_the_validator_refused_is_found(run_dir, tmp_path):
-    accepted = [body for _, body in bodies(run_dir) if isinstance(body, VerdictGiven) and not body.groups[0].check]
-    wronged = tuple(
+def refused_by_a_liar(accepted):
+    return tuple(
         msgspec.structs.replace(g, outcome="hard", check="sampling", detail="not chosen", figure=9.0, bound=1.0)
-        for g in accepted[-1].groups
+        for g in accepted.groups
     )
-    lying = forged(run_dir, tmp_path / "lying", lambda lines: judged_anew(lines, accepted[-1], wronged))
-    found = audit(lying)
+
+
+def test_an_honest_group_that_the_validator_refused_is_found(run_dir, tmp_path):
+    wronged = next(body for _, body in bodies(run_dir) if isinstance(body, VerdictGiven) and not body.groups[0].check)
+    edit = partial(judged_anew, target=wronged, groups=refused_by_a_liar(wronged))
+    lying = forged(run_dir, tmp_path / "lying", edit)
+    found = audit(lying, GroupChoice(rollout=f"0/{wronged.groups[0].slot}"))
     assert any("the log says: sampling refuses it" in d and "passes every check" in d for d in found.disagreements)
 
 
@@ -606,8 +589,8 @@ def test_an_edited_body_is_found_and_named(copy):
 @pytest.mark.parametrize("lie", first_of("seed", "task"))
 def test_a_lease_that_was_not_drawn_from_the_chain_is_found_once_the_link_is_revealed(tmp_path, lie):
     """The host gives a worker of its choice another seed or task, and its own validator accepts it."""
-    town = Town(tmp_path / "run", tiny_run(steps=1))
-    honest = town.desk.wire_lease
+    testbed = RunTestbed(tmp_path / "run", tiny_run(steps=1))
+    honest = testbed.coordinator.wire_lease
 
     def crooked(lease):
         given = honest(lease)
@@ -618,10 +601,10 @@ def test_a_lease_that_was_not_drawn_from_the_chain_is_found_once_the_link_is_rev
         block = t.Block(0, (msgspec.structs.replace(first, **wish), *others))
         return msgspec.structs.replace(given, blocks=(block, *given.blocks[1:]))
 
-    town.desk.wire_lease = crooked
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("friend")))
-    assert town.audit().findings == []
-    found = audit(town.folder.root)
+    testbed.coordinator.wire_lease = crooked
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("friend")))
+    assert testbed.audit().findings == []
+    found = audit(testbed.folder.root, GroupChoice(rollout="0/0"))
     check = {"seed": "sampling", "task": "lease"}[lie]
     assert ["0/0, submission" in line and f"here {check} refuses it" in line for line in found.disagreements] == [True]
 
@@ -730,19 +713,3 @@ def test_the_commands_fail_on_a_forged_log(run_dir, tmp_path, capsys):
     assert main.main(["ledger", "verify", str(lying)]) == 1
     assert main.main(["audit", str(lying), "--rollout", "0/0", "--threads", "1"]) == DISAGREE
     assert "the log does NOT agree" in capsys.readouterr().out
-
-
-def test_draws_for_audit_are_decided_again_in_a_run_where_not_all_is_audited(tmp_path):
-    """An honest log has no finding. A log in which another group is drawn has one."""
-    config = tiny_run(rollouts={"max_staleness": 1}, verify={"audit_rate": 0.3}, steps=6)
-    town = Town(tmp_path / "run", config)
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("a"), town.worker("b")))
-    assert town.audit().findings == []
-    skipped = [b for _, b in bodies(town.folder.root) if isinstance(b, AuditDrawn) and len(b.slots) < 2]
-    assert skipped, "some group was not drawn"
-    which = [b for _, b in bodies(town.folder.root) if isinstance(b, AuditDrawn)].index(skipped[0])
-    other = edited(AuditDrawn, lambda b: replaced(slots=(*b.slots, b.slots[0] + 1) if b.slots else (0,))(b), which)
-    lying = forged(town.folder.root, tmp_path / "lying", other)
-    assert any("audit_drawn" in finding for finding in audit_folder(lying).findings)
-    assert audit(town.folder.root).disagreements == []
-    assert verify(town.desk.book.store.read()).findings == []

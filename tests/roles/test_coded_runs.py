@@ -15,12 +15,12 @@ from shoal.errors import ConfigError, PeerError, StateError
 from shoal.jobs import merge_adapter
 from shoal.models.checkpoint import load_policy, tensors_of, write_nf4
 from shoal.models.hub_download import Hub
-from shoal.models.nf4_config import is_coded
+from shoal.models.nf4_layout import is_coded
 from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import VLLM
 from shoal.protocol.messages import AdapterBase
 from shoal.protocol.tolerances import ADAPTERS, CODED_BASE
-from shoal.roles.coordinator.status import StatusBoard
+from shoal.roles.coordinator.status import StatusCache
 from shoal.roles.trainer import models
 from shoal.run_folder import RunFolder
 from shoal.weights import base_model
@@ -29,41 +29,46 @@ from shoal.weights.engine_loader import demand_engine_fits
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import weights_root
 from tests.models.hub_server import fake_hub
-from tests.roles.in_memory_run import Town, tiny_run
 from tests.roles.test_trainer_state import Killed
+from tests.roles.testbed import RunTestbed, tiny_run
 
 SHAPE = {"width": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_width": 128, "max_positions": 64}
 ADAPTER = {"rank": 2, "alpha": 8.0, "base": "nf4"}
 CODED = {"policy": {"tiny": SHAPE, "adapter": ADAPTER}, "train": {"lr": 3e-2}}
 
 
-def lived(root: Path, *cheats: str, **changes: object) -> Town:
-    town = Town(root, tiny_run(**{**CODED, **changes}))
+def lived(root: Path, *cheats: str, **changes: object) -> RunTestbed:
+    testbed = RunTestbed(root, tiny_run(**{**CODED, **changes}))
     workers = [
-        town.worker("worker-0"),
-        town.worker("stranger", own_files=False),
-        *(town.worker(c, cheat=c) for c in cheats),
+        testbed.worker("worker-0"),
+        testbed.worker("stranger", own_files=False),
+        *(testbed.worker(c, cheat=c) for c in cheats),
     ]
-    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
-    assert town.audit().findings == []
-    return town
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), *workers))
+    assert testbed.audit().findings == []
+    return testbed
 
 
-def test_a_run_over_codes_learns_is_verified_and_merged(tmp_path: Path) -> None:
-    town = lived(tmp_path / "run", "other-seed", steps=3, storage={"checkpoint_every": 1})
-    final, policy = town.folder.checkpoints / "final", town.folder.policy
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunTestbed:
+    return lived(tmp_path_factory.mktemp("coded") / "run", "other-seed", steps=2, storage={"checkpoint_every": 1})
+
+
+def test_a_run_over_codes_learns_is_verified_and_merged(tmp_path: Path, finished: RunTestbed) -> None:
+    testbed = finished
+    final, policy = testbed.folder.checkpoints / "final", testbed.folder.policy
     assert is_coded(policy) and (final / "model.safetensors").samefile(policy / "model.safetensors")
-    manifests = [town.desk.kept.manifests[version] for version in range(4)]
+    manifests = [testbed.coordinator.kept.manifests[version] for version in range(3)]
     assert (
         {manifest.base for manifest in manifests}
         == {AdapterBase(weights_root(policy))}
         == {AdapterBase(base_root(final))}
     )
     whole = weights_root(final)
-    assert town.weights() == manifests[3].root == whole != manifests[0].root
-    credits = {member.name: member.credits for member in town.desk.state.members.values()}
+    assert testbed.weights() == manifests[2].root == whole != manifests[0].root
+    credits = {member.name: member.credits for member in testbed.coordinator.state.members.values()}
     assert credits["other-seed"] == 0 < min(credits["worker-0"], credits["stranger"])
-    held = next((town.folder.nodes / "stranger" / "weights").glob("v*"))
+    held = next((testbed.folder.nodes / "stranger" / "weights").glob("v*"))
     assert tensors_of(held).keys() == tensors_of(final).keys(), "a node has the codes, and no other weights"
     said = merge_adapter.main(final, None, tmp_path / "merged", "", 1)
     assert "a whole model in float32" in said and "0.00 % of them" in said
@@ -77,9 +82,11 @@ def test_a_run_over_codes_learns_is_verified_and_merged(tmp_path: Path) -> None:
 def test_a_trainer_that_is_killed_comes_back_to_the_same_root(tmp_path: Path, dtype: str) -> None:
     changes = {"policy": CODED["policy"] | {"dtype": dtype}, "steps": 3}
     unbroken = lived(tmp_path / "unbroken", **changes).weights()
-    town = Town(tmp_path / "killed", tiny_run(**{**CODED, **changes}))
-    asyncio.run(town.live(Killed(town, 1, 2), town.validator(), town.worker("worker-0"), town.worker("worker-1")))
-    assert town.weights() == unbroken
+    testbed = RunTestbed(tmp_path / "killed", tiny_run(**{**CODED, **changes}))
+    asyncio.run(
+        testbed.live(Killed(testbed, 1, 2), testbed.validator(), testbed.worker("worker-0"), testbed.worker("worker-1"))
+    )
+    assert testbed.weights() == unbroken
 
 
 def test_the_base_is_coded_once_whatever_is_killed_meanwhile(tmp_path: Path) -> None:
@@ -116,25 +123,25 @@ def test_the_codes_of_a_hubs_model_are_published_as_bytes(tmp_path: Path, monkey
         monkeypatch.setattr(fetch, "take_from_stock", lambda *_: False)  # as on another machine
         policy = {"path": "hf:ann/small@main", "adapter": ADAPTER}
         models.start_policy(RunFolder(tmp_path / "run"), tiny_run(policy=policy))  # as the launcher does
-        town = Town(tmp_path / "run", tiny_run(train=CODED["train"], steps=1, policy=policy))
-        asyncio.run(town.live(town.trainer(), town.validator(), town.worker("stranger", own_files=False)))
+        testbed = RunTestbed(tmp_path / "run", tiny_run(train=CODED["train"], steps=1, policy=policy))
+        asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("stranger", own_files=False)))
     assert not (tmp_path / "cache of a node").exists() and not list(tmp_path.rglob(f"{base_model.OF_HUBS}/*"))
-    manifest = town.desk.kept.manifests[1]
+    manifest = testbed.coordinator.kept.manifests[1]
     entry = next(entry for entry in manifest.files if entry.path == "model.safetensors")
-    assert manifest.base == AdapterBase(weights_root(town.folder.policy)) and entry.chunks
+    assert manifest.base == AdapterBase(weights_root(testbed.folder.policy)) and entry.chunks
     assert entry.size < 0.5 * (tmp_path / "model" / "model.safetensors").stat().st_size
 
 
 def test_nodes_are_told_and_vllm_stays_away(tmp_path: Path) -> None:
-    town = Town(tmp_path / "run", tiny_run(**CODED))
-    run = StatusBoard(town.desk).info()
+    testbed = RunTestbed(tmp_path / "run", tiny_run(**CODED))
+    run = StatusCache(testbed.coordinator).info()
     assert run.needs == (ADAPTERS, CODED_BASE)
     bounds = run.rules.bounds | {"vllm:float32/float32": run.rules.bounds["float32/float32"]}
     measured = msgspec.structs.replace(run, rules=msgspec.structs.replace(run.rules, bounds=bounds))
     with pytest.raises(PeerError, match="adapters of a model in NF4, which only shoal's own engine reads"):
         demand_engine_fits(measured, VLLM)
     plain = {"policy": {"tiny": SHAPE, "adapter": {"rank": 2}}}
-    assert CODED_BASE not in StatusBoard(Town(tmp_path / "plain", tiny_run(**plain)).desk).info().needs
+    assert CODED_BASE not in StatusCache(RunTestbed(tmp_path / "plain", tiny_run(**plain)).coordinator).info().needs
 
 
 def test_codes_without_an_adapter_are_refused() -> None:
@@ -144,16 +151,15 @@ def test_codes_without_an_adapter_are_refused() -> None:
         check_run(tiny_run(policy={"adapter": {"base": "nf4"}}))
 
 
-def test_a_node_that_changed_a_byte_of_the_codes_is_found_out(tmp_path: Path) -> None:
+def test_a_node_that_changed_a_byte_of_the_codes_is_found_out(tmp_path: Path, finished: RunTestbed) -> None:
     """Weights that differ from what all others hold are another version's root, and no file of this one."""
-    town = lived(tmp_path / "run", steps=1)
-    shutil.copytree(town.folder.checkpoints / "final", tmp_path / "copy")
+    shutil.copytree(finished.folder.checkpoints / "final", tmp_path / "copy")
     path = tmp_path / "copy" / "model.safetensors"
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     start = header["model.layers.0.mlp.up_proj.weight_nf4"]["data_offsets"][0] + 8 + length
     path.write_bytes(data[:start] + bytes([data[start] ^ 1]) + data[start + 1 :])
-    assert weights_root(tmp_path / "copy") != town.weights()
+    assert weights_root(tmp_path / "copy") != finished.weights()
     engine = LocalEngine(1)
     engine.load(tmp_path / "copy", 1)  # it is a policy, but another

@@ -6,36 +6,35 @@ import msgspec
 import pytest
 
 from shoal.engine.dishonest import OtherSeed
-from shoal.envs.branching import OtherStart
+from shoal.envs.play_continuations import OtherStart
 from shoal.errors import ConfigError, NothingYet, PeerError
 from shoal.ledger.batches import GroupAccepted, SlotVoid
 from shoal.ledger.commands import JoinRun
 from shoal.ledger.errors import Refused
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import Composition, Vine
-from shoal.protocol.branching import FIRST_BLOCK, is_continued, is_continued_slot, slot_in_batch
 from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_SUBMISSION_BYTES
+from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot, slot_in_batch
 from shoal.protocol.encoding import WireError, digest, to_msgpack
 from shoal.protocol.task_draws import TaskList
-from shoal.roles.auditor.recompute import GroupChoice, examine
+from shoal.roles.auditor.rejudge_groups import GroupChoice, examine
 from shoal.roles.node.lease_client import demand_sound
 from shoal.roles.node.session import SOONEST_S
 from shoal.roles.validator import Validator
-from shoal.roles.worker.continuations import parents_of
-from shoal.roles.worker.worker import VersionExpired, Worker
-from shoal.runs.public_run import FolderRun
+from shoal.roles.worker.worker import VersionExpired, Worker, parents_of
+from shoal.runs.log_source import FolderRun
 from tests.envs import rivals
 from tests.ledger.ledger_fixture import rules
 from tests.nightly import first_of
 from tests.roles.forgery import forged
-from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
 from tests.roles.test_session import refusal, saying
+from tests.roles.testbed import RunTestbed, tiny_run, weights_of_one_file
 
 VINE = {"name": "composition", "credit": {"name": "vine", "continuations": 2, "every": 1, "most": 2}}
 
 
 def vine_run(**changes):
-    return tiny_run(**{"steps": 2, "train": {"algorithm": VINE}, **changes})
+    return tiny_run(**{"steps": 1, "train": {"algorithm": VINE}, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -43,40 +42,40 @@ def single_file_weights(tmp_path_factory):
     return weights_of_one_file(vine_run(), tmp_path_factory.mktemp("one") / "run")
 
 
-def bodies(town, kind):
-    return [entry.body for entry in town.audit().entries if isinstance(entry.body, kind)]
+def bodies(testbed, kind):
+    return [entry.body for entry in testbed.audit().entries if isinstance(entry.body, kind)]
 
 
 @pytest.mark.parametrize("num_workers", first_of(3, 1))
-def test_any_number_of_workers_gives_the_bytes_of_one_file(tmp_path, single_file_weights, num_workers):
-    town = Town(tmp_path / "run", vine_run())
-    workers = [town.worker(f"worker-{i}") for i in range(num_workers)]
-    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
-    assert town.weights() == single_file_weights
-    assert town.audit().findings == [] and bodies(town, SlotVoid) == []
-    continued = [body for body in bodies(town, GroupAccepted) if is_continued_slot(body.slot, 2)]
+def test_any_number_of_workers_gives_the_bytes_of_one_file(tmp_path, num_workers):
+    testbed = RunTestbed(tmp_path / "run", vine_run(steps=2))
+    workers = [testbed.worker(f"worker-{i}") for i in range(num_workers)]
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), *workers))
+    assert testbed.weights() == weights_of_one_file(vine_run(steps=2), tmp_path / "one" / "run")
+    assert testbed.audit().findings == [] and bodies(testbed, SlotVoid) == []
+    continued = [body for body in bodies(testbed, GroupAccepted) if is_continued_slot(body.slot, 2)]
     assert len(continued) >= 6 and any(body.rewards for body in continued) and any(body.tokens for body in continued)
-    for version, places in ((step, batch) for step, batch in town.desk.state.main.batches.items()):
+    for version, places in ((step, batch) for step, batch in testbed.coordinator.state.main.batches.items()):
         assert not any(is_continued_slot(slot, 2) for _, slot in places), version
 
 
 @pytest.mark.slow
 def test_continuations_are_proven_as_other_rollouts_are(tmp_path, single_file_weights):
     """With proofs of activations, of which an empty slot has none."""
-    town = Town(tmp_path / "run", vine_run(verify={"proofs": "toploc"}))
-    worker = town.worker("w")
-    asyncio.run(town.live(town.trainer(), town.validator(), worker))
-    assert town.weights() == single_file_weights and town.audit().findings == []
-    assert town.desk.state.members[worker.key].refused == 0
+    testbed = RunTestbed(tmp_path / "run", vine_run(verify={"proofs": "toploc"}))
+    worker = testbed.worker("w")
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), worker))
+    assert testbed.weights() == single_file_weights and testbed.audit().findings == []
+    assert testbed.coordinator.state.members[worker.key].refused == 0
 
 
 def test_an_asynchronous_run_waits_for_continuations_as_its_log_says(tmp_path):
-    town = Town(tmp_path / "run", vine_run(steps=3, rollouts={"max_staleness": 1}))
-    workers = [town.worker(f"worker-{i}") for i in range(2)]
-    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
-    audit, slots = town.audit(), town.desk.state.main.versions
-    assert audit.findings == [] and len(town.desk.state.main.batches) == 3
-    for places in town.desk.state.main.batches.values():
+    testbed = RunTestbed(tmp_path / "run", vine_run(steps=2, rollouts={"max_staleness": 1}))
+    workers = [testbed.worker(f"worker-{i}") for i in range(2)]
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), *workers))
+    audit, slots = testbed.audit(), testbed.coordinator.state.main.versions
+    assert audit.findings == [] and len(testbed.coordinator.state.main.batches) == 2
+    for places in testbed.coordinator.state.main.batches.values():
         for version, slot in places:
             assert slots[version].slots[slot + 2 * FIRST_BLOCK].status == "continued"
 
@@ -99,25 +98,25 @@ class Later:
 
 def test_a_worker_that_drops_all_continuations_changes_nothing(tmp_path, single_file_weights):
     """It knows the rewards of the parents. Others make what it drops, with the same seeds."""
-    town = Town(tmp_path / "run", vine_run(rollouts={"lease_s": 0.5}))
-    dropper, play = town.worker("dropper"), Worker._play_whole
+    testbed = RunTestbed(tmp_path / "run", vine_run(rollouts={"lease_s": 0.5}))
+    dropper, play = testbed.worker("dropper"), Worker._play_whole
 
     async def refuse(grant, before, use):
         return None if continues(grant.lease) else await play(dropper, grant, before, use)
 
     dropper._play_whole = refuse
-    members = town.desk.state.members
-    honest = Later(town.worker("honest"), lambda: dropper.key in members and members[dropper.key].lapsed)
-    asyncio.run(town.live(town.trainer(), town.validator(), dropper, honest))
-    assert town.weights() == single_file_weights and town.audit().findings == []
+    members = testbed.coordinator.state.members
+    honest = Later(testbed.worker("honest"), lambda: dropper.key in members and members[dropper.key].lapsed)
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), dropper, honest))
+    assert testbed.weights() == single_file_weights and testbed.audit().findings == []
     assert members[dropper.key].lapsed and members[honest.role.key].accepted
 
 
 def test_a_worker_that_picks_seeds_for_continuations_alone_is_quarantined_and_changes_nothing(
     tmp_path, single_file_weights
 ):
-    town = Town(tmp_path / "run", vine_run())
-    forger, play = town.worker("forger"), Worker._play
+    testbed = RunTestbed(tmp_path / "run", vine_run())
+    forger, play = testbed.worker("forger"), Worker._play
 
     def choose(lease, parents):
         honest = forger.session.policy.engine
@@ -128,10 +127,10 @@ def test_a_worker_that_picks_seeds_for_continuations_alone_is_quarantined_and_ch
             forger.session.policy.engine = honest
 
     forger._play = choose
-    members = town.desk.state.members
-    honest = Later(town.worker("honest"), lambda: forger.key in members and members[forger.key].reasons)
-    asyncio.run(town.live(town.trainer(), town.validator(), forger, honest))
-    assert town.weights() == single_file_weights and town.audit().findings == []
+    members = testbed.coordinator.state.members
+    honest = Later(testbed.worker("honest"), lambda: forger.key in members and members[forger.key].reasons)
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), forger, honest))
+    assert testbed.weights() == single_file_weights and testbed.audit().findings == []
     assert set(members[forger.key].reasons) == {"sampling"} and members[forger.key].failures
     assert members[forger.key].accepted, "its ordinary groups were honest"
 
@@ -151,21 +150,21 @@ class Friend(Validator):
 
 def test_a_forged_parent_that_a_validator_accepts_does_not_stop_a_synchronous_run(tmp_path):
     """Nobody can play on from it, so the slots that would continue it are void, by an event for each."""
-    town = Town(tmp_path / "run", vine_run())
-    forger, play = town.worker("forger"), Worker._play
+    testbed = RunTestbed(tmp_path / "run", vine_run())
+    forger, play = testbed.worker("forger"), Worker._play
 
     def forge(lease, parents):
         groups = play(forger, lease, parents)
         return groups if continues(lease) or groups is None else [with_other_prompt(group) for group in groups]
 
     forger._play = forge
-    honest = town.validator()
+    honest = testbed.validator()
     friend = Friend(honest.node)
-    asyncio.run(town.live(town.trainer(), friend, forger, limit_s=30.0))
-    found = bodies(town, SlotVoid)
+    asyncio.run(testbed.live(testbed.trainer(), friend, forger, limit_s=30.0))
+    found = bodies(testbed, SlotVoid)
     assert found and all(body.cause.startswith("environment: ") for body in found)
     assert all(is_continued_slot(slot, 2) for body in found for slot in body.slots)
-    assert town.audit().findings == [] and len(town.desk.state.main.batches) == 2
+    assert testbed.audit().findings == [] and len(testbed.coordinator.state.main.batches) == 1
 
 
 def with_other_prompt(group):
@@ -176,12 +175,19 @@ def with_other_prompt(group):
     return msgspec.structs.replace(group, rollouts=tuple(changed))
 
 
-@pytest.mark.parametrize("role", ["worker", "validator"])
-@pytest.mark.parametrize("hostile", [{"every": 0}, {"most": -1}, {"continuations": 10**9}, {"most": 10**4299}])
+@pytest.mark.parametrize(
+    ("role", "hostile"),
+    [
+        ("worker", {"every": 0}),
+        ("validator", {"most": -1}),
+        ("worker", {"continuations": 10**9}),
+        ("validator", {"most": 10**4299}),
+    ],
+)
 def test_a_run_that_continues_otherwise_than_any_host_of_ours_is_refused(tmp_path, monkeypatch, role, hostile):
-    town = Town(tmp_path / "run", vine_run())
+    testbed = RunTestbed(tmp_path / "run", vine_run())
     algorithm = Composition(credit=msgspec.structs.replace(Vine(), **hostile))
-    refused = refusal(saying(town, monkeypatch, rules=rules(algorithm=algorithm)), role)
+    refused = refusal(saying(testbed, monkeypatch, rules=rules(algorithm=algorithm)), role)
     assert "groups of such continuations" in refused or "Expected `int` >= 1 - at `$.rules.algorithm.credit" in refused
 
 
@@ -208,17 +214,17 @@ def with_other_parents(lines):
 
 
 def test_an_auditor_recomputes_continuations_from_the_log_alone(tmp_path):
-    town = Town(tmp_path / "run", vine_run(steps=1))
-    worker = town.worker("w")
-    asyncio.run(town.live(town.trainer(), town.validator(), worker))
-    found = asyncio.run(examine(str(town.folder.root), GroupChoice(), 1, own_files=True))
-    continued = sum(is_continued_slot(body.slot, 2) for body in bodies(town, GroupAccepted))
+    testbed = RunTestbed(tmp_path / "run", vine_run(steps=1))
+    worker = testbed.worker("w")
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), worker))
+    found = asyncio.run(examine(str(testbed.folder.root), GroupChoice(), 1, own_files=True))
+    continued = sum(is_continued_slot(body.slot, 2) for body in bodies(testbed, GroupAccepted))
     assert found.disagreements == [] and continued and found.with_model > continued and not found.left_out
 
     def of(lie, *evidence):
         place = tmp_path / lie.__name__
         if not place.exists():
-            forged(town.folder.root, place, lie)
+            forged(testbed.folder.root, place, lie)
         return asyncio.run(examine(str(place), GroupChoice(evidence=evidence), 1, own_files=True)).disagreements
 
     with pytest.raises(WireError, match=r"Expected `int` >= 1 - at `\$.rules.algorithm.credit.every`"):
@@ -232,11 +238,13 @@ def test_an_auditor_recomputes_continuations_from_the_log_alone(tmp_path):
 # --- what each side takes from the other ---
 
 
-def begun(town):
-    """Let a run come as far as its first continuations, with a worker that leaves them."""
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run that came as far as its first continuations, with a worker that left them; and a lease of these."""
+    testbed = RunTestbed(tmp_path_factory.mktemp("begun") / "run", vine_run())
 
-    async def story():
-        worker = town.worker("first")
+    async def scenario():
+        worker = testbed.worker("first")
         give = worker._play_whole
 
         async def stop(grant, before, use):
@@ -245,43 +253,42 @@ def begun(town):
             return await give(grant, before, use)
 
         worker._play_whole = stop
-        roles = [asyncio.create_task(role.run()) for role in (town.trainer(), town.validator(), worker)]
+        roles = [asyncio.create_task(role.run()) for role in (testbed.trainer(), testbed.validator(), worker)]
         async with asyncio.timeout(20):
-            while not any(is_continued(b) for b in _blocks(town)):
+            while not any(is_continued(b) for b in _blocks(testbed)):
                 await asyncio.sleep(0.01)
         for role in roles:
             role.cancel()
         await asyncio.gather(*roles, return_exceptions=True)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
+    return testbed, next(x for x in testbed.coordinator.state.leases.values() if is_continued(x.blocks[0]))
 
 
-def _blocks(town):
-    return town.desk.state.main.versions[0].blocks if town.desk.state.main.version >= 0 else {}
+def _blocks(testbed):
+    return testbed.coordinator.state.main.versions[0].blocks if testbed.coordinator.state.main.version >= 0 else {}
 
 
-def test_only_the_worker_of_a_lease_reads_what_it_continues(tmp_path):
-    town = Town(tmp_path / "run", vine_run())
-    begun(town)
-    name = next(x for x in town.desk.state.leases.values() if is_continued(x.blocks[0]))
-    lease = town.desk.wire_lease(name)
-    told = asyncio.run(town.desk.parents(name.worker, name.id))
-    found = parents_of(lease, told.groups, town.desk.state.rules, 10**6)
+def test_only_the_worker_of_a_lease_reads_what_it_continues(begun):
+    testbed, name = begun
+    lease = testbed.coordinator.wire_lease(name)
+    told = asyncio.run(testbed.coordinator.parents(name.worker, name.id))
+    found = parents_of(lease, told.groups, testbed.coordinator.state.rules, 10**6)
     assert {slot.slot for block in lease.blocks for slot in block.slots if slot.parent} == found.keys()
-    other, now = "b" * 64, max(town.clock(), town.desk.state.time)
-    town.desk.book.write(JoinRun(other, t.Join("worker", "other", 0.0, "i", "float32", "cpu"), now), now)
+    other, now = "b" * 64, max(testbed.clock(), testbed.coordinator.state.time)
+    testbed.coordinator.log_writer.write(
+        JoinRun(other, t.Join("worker", "other", 0.0, "i", "float32", "cpu"), now), now
+    )
     with pytest.raises(Refused, match="not one of yours"):
-        asyncio.run(town.desk.parents(other, name.id))
+        asyncio.run(testbed.coordinator.parents(other, name.id))
 
 
-def test_what_a_lease_continues_is_read_once_at_a_time(tmp_path):
+def test_what_a_lease_continues_is_read_once_at_a_time(begun):
     """Bodies are large: a worker that asks a hundred times must not fill the host's memory or stop its other answers."""
-    town = Town(tmp_path / "run", vine_run())
-    begun(town)
-    lease = next(x for x in town.desk.state.leases.values() if is_continued(x.blocks[0]))
+    testbed, lease = begun
 
     async def often():
-        asked = (town.desk.parents(lease.worker, lease.id) for _ in range(3))
+        asked = (testbed.coordinator.parents(lease.worker, lease.id) for _ in range(3))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     first, *others = asyncio.run(often())
@@ -289,12 +296,10 @@ def test_what_a_lease_continues_is_read_once_at_a_time(tmp_path):
     assert asyncio.run(often())[0] == first
 
 
-def test_what_is_continued_stays_on_the_hosts_disk(tmp_path):
-    town = Town(tmp_path / "run", vine_run())
-    begun(town)
-    lease = next(x for x in town.desk.state.leases.values() if is_continued(x.blocks[0]))
-    parent = next(s.parent for b in town.desk.wire_lease(lease).blocks for s in b.slots if s.parent)
-    kept = town.desk.kept
+def test_what_is_continued_stays_on_the_hosts_disk(begun):
+    testbed, lease = begun
+    parent = next(s.parent for b in testbed.coordinator.wire_lease(lease).blocks for s in b.slots if s.parent)
+    kept = testbed.coordinator.kept
     assert parent.submission in kept._continued() and parent.submission not in kept._deletable(kept.bodies)
 
 
@@ -302,40 +307,45 @@ def test_what_is_continued_stays_on_the_hosts_disk(tmp_path):
 def test_what_was_learned_from_stays_with_its_continuations_and_is_audited_at_the_end(tmp_path):
     """With `storage.retain = "batches"`: the credit of a parent's tokens is the rewards of its continuations."""
     storage = {"retain": "batches", "window_steps": 1}
-    town = Town(tmp_path / "run", vine_run(steps=4, storage=storage))
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("w")))
-    town.desk.kept.forget_old()
-    taught = {place for places in town.desk.state.main.batches.values() for place in places}
-    needed = [body for body in bodies(town, GroupAccepted) if (body.version, slot_in_batch(body.slot, 2)) in taught]
+    testbed = RunTestbed(tmp_path / "run", vine_run(steps=4, storage=storage))
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("w")))
+    testbed.coordinator.kept.forget_old()
+    taught = {place for places in testbed.coordinator.state.main.batches.values() for place in places}
+    needed = [body for body in bodies(testbed, GroupAccepted) if (body.version, slot_in_batch(body.slot, 2)) in taught]
     assert any(is_continued_slot(body.slot, 2) and body.version == 0 for body in needed)
-    assert all(town.desk.blobs.has(body.submission) for body in needed)
-    assert len(town.desk.kept.bodies) < len(town.desk.state.submissions), "others are deleted"
-    found = asyncio.run(examine(str(town.folder.root), GroupChoice(), 1, own_files=True))
+    assert all(testbed.coordinator.blobs.has(body.submission) for body in needed)
+    assert len(testbed.coordinator.kept.bodies) < len(testbed.coordinator.state.submissions), "others are deleted"
+    found = asyncio.run(examine(str(testbed.folder.root), GroupChoice(), 1, own_files=True))
     assert found.disagreements == [] and not found.left_out and found.groups >= len(needed)
-    town.desk.blobs.delete(next(b.submission for b in needed if is_continued_slot(b.slot, 2) and b.version == 0))
-    assert asyncio.run(examine(str(town.folder.root), GroupChoice(), 1, own_files=True)).left_out
+    testbed.coordinator.blobs.delete(
+        next(b.submission for b in needed if is_continued_slot(b.slot, 2) and b.version == 0)
+    )
+    assert asyncio.run(examine(str(testbed.folder.root), GroupChoice(), 1, own_files=True)).left_out
 
 
 def test_continuations_of_what_was_learned_from_stay_and_are_expected_to(tmp_path, monkeypatch):
     """What is continued now is looked up once, however many bodies are kept."""
-    town, asked = Town(tmp_path / "run", vine_run(storage={"retain": "batches", "window_steps": 1})), list[int]()
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("w")))
-    kept, look_up = town.desk.kept, town.desk.kept._continued
+    testbed, asked = (
+        RunTestbed(tmp_path / "run", vine_run(steps=2, storage={"retain": "batches", "window_steps": 1})),
+        list[int](),
+    )
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("w")))
+    kept, look_up = testbed.coordinator.kept, testbed.coordinator.kept._continued
     monkeypatch.setattr(kept, "_continued", lambda: asked.append(1) or look_up())
     kept.forget_old()
     assert asked == [1]
-    taught = {place for places in town.desk.state.main.batches.values() for place in places}
-    first = {body.submission: body for body in bodies(town, GroupAccepted) if not body.version}
-    needed = {b.submission for b in bodies(town, GroupAccepted) if (b.version, slot_in_batch(b.slot, 2)) in taught}
+    taught = {place for places in testbed.coordinator.state.main.batches.values() for place in places}
+    first = {body.submission: body for body in bodies(testbed, GroupAccepted) if not body.version}
+    needed = {b.submission for b in bodies(testbed, GroupAccepted) if (b.version, slot_in_batch(b.slot, 2)) in taught}
     assert any(is_continued_slot(body.slot, 2) for name, body in first.items() if name in needed)
-    assert {name for name in first if town.desk.blobs.has(name)} == first.keys() & needed
+    assert {name for name in first if testbed.coordinator.blobs.has(name)} == first.keys() & needed
     unused = first.keys() - needed
-    expiry = FolderRun(town.folder.root).expiry(town.desk.state)
+    expiry = FolderRun(testbed.folder.root).expiry(testbed.coordinator.state)
     assert unused and expiry is not None and expiry.bodies & first.keys() == unused
 
 
 def test_a_worker_does_not_ask_without_a_pause_for_parents_that_the_host_lacks(tmp_path, monkeypatch):
-    worker, slept = Town(tmp_path / "run", vine_run()).worker("w"), list[float]()
+    worker, slept = RunTestbed(tmp_path / "run", vine_run()).worker("w"), list[float]()
 
     async def lacks(seat, lease):
         raise NothingYet("there is no such blob")
@@ -360,35 +370,35 @@ OTHER_PARENTS = {
 
 def test_parents_that_a_host_serves_wrongly_end_no_worker(tmp_path, single_file_weights):
     """It gives the lease back each time, and goes on when the host serves them."""
-    town = Town(tmp_path / "run", vine_run(rollouts={"lease_s": 0.2}))
-    wrong, parents = list(OTHER_PARENTS.values()), town.desk.parents
+    testbed = RunTestbed(tmp_path / "run", vine_run(rollouts={"lease_s": 0.2}))
+    wrong, parents = list(OTHER_PARENTS.values()), testbed.coordinator.parents
 
     async def serve(key, lease):
         told = await parents(key, lease)
         return wrong.pop()(told) if wrong else told
 
-    town.desk.parents = serve
-    worker = town.worker("w")
-    asyncio.run(town.live(town.trainer(), town.validator(), worker))
-    assert town.weights() == single_file_weights and town.audit().findings == [] and not wrong
-    assert town.desk.state.members[worker.key].lapsed
+    testbed.coordinator.parents = serve
+    worker = testbed.worker("w")
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), worker))
+    assert testbed.weights() == single_file_weights and testbed.audit().findings == [] and not wrong
+    assert testbed.coordinator.state.members[worker.key].lapsed
 
 
 def test_parents_that_a_host_serves_wrongly_end_no_validator(tmp_path, single_file_weights):
-    town = Town(tmp_path / "run", vine_run())
-    validator, refused = town.validator(), list[str]()
+    testbed = RunTestbed(tmp_path / "run", vine_run())
+    validator, refused = testbed.validator(), list[str]()
     read = validator.client.get_blob
 
     async def serve(name, *, cap, deadline_s=None):
-        booked = town.desk.state.submissions.get(name)
+        booked = testbed.coordinator.state.submissions.get(name)
         if booked is not None and booked.decided and len(refused) < 4:
             refused.append(name)
             raise PeerError(f"it answered with more than {cap} bytes: it was not read")
         return await read(name, cap=cap, deadline_s=deadline_s)
 
     validator.client.get_blob = serve
-    asyncio.run(town.live(town.trainer(), validator, town.worker("w")))
-    assert town.weights() == single_file_weights and town.audit().findings == [] and len(refused) == 4
+    asyncio.run(testbed.live(testbed.trainer(), validator, testbed.worker("w")))
+    assert testbed.weights() == single_file_weights and testbed.audit().findings == [] and len(refused) == 4
 
 
 def a_parent(num=2, tokens=(5, 6, 7)):
@@ -429,8 +439,8 @@ def test_in_a_slot_whose_parent_no_model_may_read_nothing_is_due(data):
 
 
 def test_a_worker_gives_back_what_it_cannot_play_on_and_goes_on(tmp_path, single_file_weights):
-    town = Town(tmp_path / "run", vine_run(rollouts={"lease_s": 0.5}))
-    other, play = town.worker("other"), Worker._play
+    testbed = RunTestbed(tmp_path / "run", vine_run(rollouts={"lease_s": 0.5}))
+    other, play = testbed.worker("other"), Worker._play
 
     def differs(lease, parents):
         if continues(lease):
@@ -438,8 +448,8 @@ def test_a_worker_gives_back_what_it_cannot_play_on_and_goes_on(tmp_path, single
         return play(other, lease, parents)
 
     other._play = differs
-    asyncio.run(town.live(town.trainer(), town.validator(), other, town.worker("honest")))
-    assert town.weights() == single_file_weights and town.audit().findings == []
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), other, testbed.worker("honest")))
+    assert testbed.weights() == single_file_weights and testbed.audit().findings == []
 
 
 def test_a_worker_takes_leases_of_continuations_only_where_the_run_has_some():
@@ -459,4 +469,4 @@ def test_a_worker_takes_leases_of_continuations_only_where_the_run_has_some():
 
 def test_an_environment_that_compares_rollouts_is_not_continued(tmp_path):
     with pytest.raises(ConfigError, match="compares the rollouts of a group"):
-        Town(tmp_path / "run", vine_run(envs=[{"name": rivals.__file__}]))
+        RunTestbed(tmp_path / "run", vine_run(envs=[{"name": rivals.__file__}]))

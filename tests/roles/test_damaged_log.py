@@ -15,7 +15,8 @@ from shoal.net.key_files import load_or_make_key
 from tests.ledger.ledger_fixture import World
 
 WORKER = "a" * 64
-READERS = (["ledger", "verify"], ["ledger", "show", "--kind", "credit"], ["credits"], ["audit", "--all"])
+VERIFY = ["ledger", "verify"]
+READERS = (VERIFY, ["ledger", "show", "--kind", "credit"], ["credits"], ["audit", "--all"])
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def log(tmp_path_factory):
         world.serve(WORKER)
         if world.state.main.version in world.state.main.batches:
             world.publish()
-    world.book.store.close()
+    world.log_writer.store.close()
     assert world.path.stat().st_size > 5 * PAGE_BYTES
     return world.path.read_bytes()
 
@@ -68,12 +69,14 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS, ids=" ".join)
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize(
+    ("reader", "damage"),
+    [*((VERIFY, damage) for damage in DAMAGE), *((reader, "garbage in the middle") for reader in READERS[1:])],
+)
 def test_damaged_log_is_refused_in_one_line_and_left_as_it_is(tmp_path, capsys, log, reader, damage):
     path = tmp_path / "log.sqlite"
     path.write_bytes(log)
-    damage(path)
+    DAMAGE[damage](path)
     found = path.read_bytes()
     assert main.main([*reader, str(tmp_path)]) == 2
     said = capsys.readouterr()
@@ -113,7 +116,7 @@ def test_damaged_log_gives_no_traceback_on_the_command_line(tmp_path, log):
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_any_garbage_in_a_log_gives_a_report_or_one_line(tmp_path, capsys, log, seed):
     """A reader may find that the log holds, because a database file has unused bytes."""
     rng = random.Random(seed)

@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from shoal.engine.native import LocalEngine
-from shoal.metrics import read_metrics
+from shoal.step_metrics import read_metrics
 from tests.nightly import first_of
-from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
+from tests.roles.testbed import RunTestbed, tiny_run, weights_of_one_file
 
 
 class Muting(LocalEngine):
@@ -21,34 +21,31 @@ class Muting(LocalEngine):
         ]
 
 
-COARSE = {"dtype": "bfloat16"}
-
-
 @pytest.mark.parametrize(
     ("dtype", "trained_in"), first_of(("bfloat16", ""), ("float32", ""), ("bfloat16", "bfloat16"), num=2)
 )
 def test_false_claims_within_the_bounds_change_no_byte_of_a_coarse_run(tmp_path, dtype, trained_in):
     train = {"dtype": trained_in, "moments": "8bit" if trained_in else "float32"}
-    config = tiny_run(policy={"dtype": dtype}, verify={"audit_rate": 1.0}, train=train)
-    town = Town(tmp_path / "run", config)
-    liar, honest = town.worker("liar"), town.worker("honest")
+    config = tiny_run(steps=2, policy={"dtype": dtype}, verify={"audit_rate": 1.0}, train=train)
+    testbed = RunTestbed(tmp_path / "run", config)
+    liar, honest = testbed.worker("liar"), testbed.worker("honest")
     if dtype == "bfloat16":
         liar.node.make_engine = lambda dtype: Muting(threads=1, dtype=dtype)
-    asyncio.run(town.live(town.trainer(), town.validator(), liar, honest))
-    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
-    assert town.desk.state.members[liar.key].accepted > 0 and town.audit().findings == []
-    computed = ["denominators_s" in line for line in read_metrics(town.folder.metrics)]
-    assert computed == [dtype == "bfloat16"] * 3
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), liar, honest))
+    assert testbed.weights() == weights_of_one_file(config, tmp_path / "one")
+    assert testbed.coordinator.state.members[liar.key].accepted > 0 and testbed.audit().findings == []
+    computed = ["denominators_s" in line for line in read_metrics(testbed.folder.metrics)]
+    assert computed == [dtype == "bfloat16"] * 2
 
 
 def test_a_step_that_is_repeated_after_a_kill_has_the_same_denominators(tmp_path):
     """Mostly with groups of two versions. The version is published already, so other bytes would be refused."""
-    config = tiny_run(policy=COARSE, rollouts={"max_staleness": 1})
-    town = Town(tmp_path / "run", config)
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
-    before = town.weights()
-    shutil.rmtree(town.folder.trainer / "v000003")
-    shutil.rmtree(town.folder.trainer / "published")
-    shutil.rmtree(town.folder.checkpoints)
-    asyncio.run(town.live(town.trainer()))
-    assert (town.folder.trainer / "v000003").is_dir() and town.weights() == before
+    config = tiny_run(steps=2, policy={"dtype": "bfloat16"}, rollouts={"max_staleness": 1})
+    testbed = RunTestbed(tmp_path / "run", config)
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("worker-0")))
+    before = testbed.weights()
+    shutil.rmtree(testbed.folder.trainer / "v000002")
+    shutil.rmtree(testbed.folder.trainer / "published")
+    shutil.rmtree(testbed.folder.checkpoints)
+    asyncio.run(testbed.live(testbed.trainer()))
+    assert (testbed.folder.trainer / "v000002").is_dir() and testbed.weights() == before

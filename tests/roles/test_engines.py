@@ -16,20 +16,20 @@ from shoal.errors import PeerError, StateError
 from shoal.net.client import PeerRefused
 from shoal.protocol.messages import EngineFacts
 from shoal.protocol.tolerances import ADAPTERS
-from shoal.roles.coordinator import calls
-from shoal.roles.coordinator.status import StatusBoard
-from shoal.roles.node import node
+from shoal.roles.coordinator import routes
+from shoal.roles.coordinator.status import StatusCache
+from shoal.roles.node import lifecycle
 from shoal.roles.worker.worker import Worker
-from shoal.tree import to_tree
+from shoal.typed_toml import to_tree
 from shoal.weights.engine_loader import demand_engine_fits
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run
 
 PAIR, VLLM = "vllm:float32/float32", "shoal-vllm/0.32.0-processor"
 
 
-def _chosen(town: Town) -> Worker:
+def _chosen(testbed: RunTestbed) -> Worker:
     """A worker whose engine says that it is vLLM."""
-    worker = town.worker("chosen", own_files=False)
+    worker = testbed.worker("chosen", own_files=False)
 
     def make_engine(dtype: str, **named: str) -> Engine:
         engine = LocalEngine(1, dtype, **named)
@@ -56,17 +56,17 @@ UNMEASURED = "no calibrated bounds for work of vllm in float32: join without --e
 def test_a_worker_does_not_join_a_run_without_bounds_for_its_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    town = Town(tmp_path / "run", tiny_run(steps=1))
-    monkeypatch.setattr(calls, "unmeasured", lambda rules, implementation: "")  # a host that looks at nothing
-    worker = _chosen(town)
+    testbed = RunTestbed(tmp_path / "run", tiny_run(steps=1))
+    monkeypatch.setattr(routes, "unmeasured", lambda rules, implementation: "")  # a host that looks at nothing
+    worker = _chosen(testbed)
     with pytest.raises(PeerError, match=UNMEASURED):
         _run(worker)
-    assert worker.key not in town.desk.state.members
+    assert worker.key not in testbed.coordinator.state.members
 
 
 def test_an_engine_that_a_run_does_not_take_is_not_opened(tmp_path: Path) -> None:
-    town = Town(tmp_path / "run", tiny_run(steps=1))
-    worker = _chosen(town)
+    testbed = RunTestbed(tmp_path / "run", tiny_run(steps=1))
+    worker = _chosen(testbed)
 
     def make_engine(dtype: str, **named: str) -> Engine:
         raise AssertionError("opened")
@@ -78,32 +78,32 @@ def test_an_engine_that_a_run_does_not_take_is_not_opened(tmp_path: Path) -> Non
 
 
 def test_a_run_without_bounds_for_an_engine_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    town = Town(tmp_path / "run", tiny_run(steps=1))
-    monkeypatch.setattr(node, "demand_engine_fits", lambda run, implementation: None)  # a worker that does not ask
-    worker = _chosen(town)
+    testbed = RunTestbed(tmp_path / "run", tiny_run(steps=1))
+    monkeypatch.setattr(lifecycle, "demand_engine_fits", lambda run, implementation: None)  # a worker that does not ask
+    worker = _chosen(testbed)
     with pytest.raises(PeerRefused, match=UNMEASURED) as refused:
         _run(worker)
-    assert refused.value.code == "no_bounds" and worker.key not in town.desk.state.members
+    assert refused.value.code == "no_bounds" and worker.key not in testbed.coordinator.state.members
 
 
 def test_a_run_with_bounds_for_the_engine_takes_its_work(tmp_path: Path) -> None:
-    town = Town(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR)))
-    worker = _chosen(town)
-    asyncio.run(town.live(town.trainer(), town.validator(), worker))
-    member = town.desk.state.members[worker.key]
+    testbed = RunTestbed(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR)))
+    worker = _chosen(testbed)
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), worker))
+    member = testbed.coordinator.state.members[worker.key]
     assert member.credits > 0 == member.refused and member.implementation == VLLM
 
 
 def test_an_engine_that_cannot_prove_activations_does_not_join_a_run_with_proofs(tmp_path: Path) -> None:
-    town = Town(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR) | {"proofs": "toploc"}))
+    testbed = RunTestbed(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR) | {"proofs": "toploc"}))
     with pytest.raises(PeerError, match="asks for proofs of activations, which vllm cannot give"):
-        _run(_chosen(town))
+        _run(_chosen(testbed))
 
 
 def test_vllm_does_not_join_a_run_of_adapters_in_bfloat16(tmp_path: Path) -> None:
     """It would round them, and they would still be refused when the first version is there."""
-    town = Town(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR)))
-    run = StatusBoard(town.desk).info()
+    testbed = RunTestbed(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR)))
+    run = StatusCache(testbed.coordinator).info()
     adapters = msgspec.structs.replace(run, needs=(*run.needs, ADAPTERS))
     bounds = run.rules.bounds | {"vllm:bfloat16/bfloat16": run.rules.bounds[PAIR]}
     rounded = msgspec.structs.replace(run.rules, dtype="bfloat16", bounds=bounds)

@@ -11,11 +11,11 @@ from shoal.models.random_model import make_tiny
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.roles.worker.remote_env import AHEAD, EngineShare, PlayContext, play_blocks
-from shoal.verification.model_free import shape
+from shoal.verification.checks_without_model import shape
 from tests.envs import silent
 from tests.envs.conftest import FakeEngine
-from tests.roles.in_memory_run import Town, tiny_run
 from tests.roles.test_remote_env import ids
+from tests.roles.testbed import RunTestbed, tiny_run
 
 SAMPLING = t.Sampling(temperature=1.0, max_turn_tokens=3, max_tokens=12, max_rollout_tokens=20)
 STOP, VOCABULARY, SIZE = 2, 16, 2
@@ -46,7 +46,7 @@ def play(host, engine) -> t.Group:
     async def ask(turn):
         return host(turn)
 
-    table = PlayContext(engine, lambda: RENDERER, SIZE, SAMPLING, ask, lambda: False, ready)
+    table = PlayContext(engine, lambda: RENDERER, SIZE, SAMPLING, ask, lambda: "", ready)
     block = t.Block(0, (t.Slot(0, "00" * 32, "toy", 1),), COMPLETIONS)
     return asyncio.run(play_blocks(table, [block], EngineShare()))[0]
 
@@ -78,7 +78,7 @@ class Liar:
 
 def test_no_host_can_make_a_worker_submit_what_it_is_blamed_for():
     found: Counter[str] = Counter()
-    for seed in range(2000):
+    for seed in range(500):
         rng = random.Random(seed)
         try:
             group = play(Liar(rng), Writer(rng))
@@ -86,21 +86,21 @@ def test_no_host_can_make_a_worker_submit_what_it_is_blamed_for():
             found["left"] += 1
         else:
             found[blamed(group)] += 1
-    assert set(found) == {"left", ""} and found[""] > 100
+    assert set(found) == {"left", ""} and found[""] > 25
 
 
 def test_a_host_whose_environment_says_nothing_is_no_liar(tmp_path):
     """The chat template shows no border between turns, so words may lack. Nobody leaves, and nobody is blamed."""
     policy = tmp_path / "policy"
     make_tiny(TinyPolicy(width=32, layers=2, heads=2, kv_heads=1, mlp_width=64, max_positions=64), policy, 5, "float32")
-    town = Town(tmp_path / "run", tiny_run(
+    testbed = RunTestbed(tmp_path / "run", tiny_run(
         envs=[{"name": silent.__file__, "kind": COMPLETIONS}], policy={"path": str(silent.with_template(policy))}, steps=1
     ))  # fmt: skip
-    worker, asked = town.worker("stranger", own_files=False), []
+    worker, asked = testbed.worker("stranger", own_files=False), []
     post = worker.client.post_packed
     worker.client.post_packed = lambda path, turn, *kind, **more: (
         asked.append(turn.turn) or post(path, turn, *kind, **more)
     )
-    asyncio.run(town.live(town.trainer(), town.validator(), worker))
-    town.stage.close()
-    assert town.audit().findings == [] and town.desk.state.refused == {} and max(asked) > 1
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), worker))
+    testbed.stage.close()
+    assert testbed.audit().findings == [] and testbed.coordinator.state.refused == {} and max(asked) > 1

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.net.server import RequestRefused
 from shoal.protocol import messages as t
-from shoal.roles.coordinator import env_server_client as door
+from shoal.roles.coordinator import env_server_client
 from shoal.roles.env_server import server
 from shoal.roles.env_server import server as stage_role
 from shoal.roles.env_server.server import InFlight
@@ -25,21 +25,21 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(stage_role, "MAX_WORKER_TURNS", 2)
     world = World(tmp_path / "run", COMPARED)
     yield world
-    world.town.stage.close()
+    world.testbed.stage.close()
 
 
 def test_a_judge_that_takes_longer_than_an_answer_is_asked_once(world, monkeypatch):
     """The judge of a group may take minutes. The worker sends its submission again and again meanwhile."""
     monkeypatch.setattr(server, "ANSWER_S", 0.05)
-    monkeypatch.setattr(door, "STAGE_S", 0.1)
+    monkeypatch.setattr(env_server_client, "STAGE_S", 0.1)
     judged, asked = [], []
 
-    async def story():
+    async def scenario():
         body = await world.play()
-        players = await world.town.stage._open()
+        players = await world.testbed.stage._open()
         judge, players.judge = players.judge, lambda slot, paths: slow(judge, slot, paths)
-        record = world.desk.stage.record
-        monkeypatch.setattr(world.desk.stage, "record", lambda staged: asked.append(staged) or record(staged))
+        record = world.coordinator.stage.record
+        monkeypatch.setattr(world.coordinator.stage, "record", lambda staged: asked.append(staged) or record(staged))
         return await world.submit(body)
 
     def slow(judge, slot, paths):
@@ -47,8 +47,8 @@ def test_a_judge_that_takes_longer_than_an_answer_is_asked_once(world, monkeypat
         time.sleep(0.5)
         return judge(slot, paths)
 
-    receipt = asyncio.run(story())
-    assert world.desk.state.submissions[receipt.digest].record
+    receipt = asyncio.run(scenario())
+    assert world.coordinator.state.submissions[receipt.digest].record
     assert judged == [slot.slot for slot in world.block.slots] and len(asked) > 2
 
 
@@ -59,10 +59,10 @@ def test_slow_turns_of_one_worker_leave_places_for_others(world, monkeypatch):
 
     def slow(number: int):
         turn = t.EnvTurn(world.block.index, 0)
-        return world.town.stage._answer(t.Staged(f"slow-{number}", 0, (world.block,), turn, world.keys[0]), turn)
+        return world.testbed.stage._answer(t.Staged(f"slow-{number}", 0, (world.block,), turn, world.keys[0]), turn)
 
-    async def story():
-        players = await world.town.stage._open()
+    async def scenario():
+        players = await world.testbed.stage._open()
         play, players.play = players.play, lambda asks: go_on.wait(60) and play(asks)
         flood = await asyncio.gather(*map(slow, range(20)), return_exceptions=True)
         players.play = play
@@ -71,7 +71,7 @@ def test_slow_turns_of_one_worker_leave_places_for_others(world, monkeypatch):
         finally:
             go_on.set()
 
-    flood, honest = asyncio.run(story())
+    flood, honest = asyncio.run(scenario())
     assert len(honest.said) == 16
     assert sum("limit 2" in str(told) for told in flood) == 18
 
@@ -79,7 +79,7 @@ def test_slow_turns_of_one_worker_leave_places_for_others(world, monkeypatch):
 def test_a_worker_that_asks_no_more_than_it_may_is_never_refused():
     """Sixteen blocks at a time, and the next as soon as one of them is done."""
 
-    async def story():
+    async def scenario():
         work: InFlight[int] = InFlight("turn", 32, 16)
         places = asyncio.Semaphore(16)
 
@@ -91,7 +91,7 @@ def test_a_worker_that_asks_no_more_than_it_may_is_never_refused():
         work.close()
         return done, work._tasks, work._of
 
-    done, tasks, of = asyncio.run(story())
+    done, tasks, of = asyncio.run(scenario())
     assert done == [3 * number for number in range(200)] and not tasks and not of
 
 
@@ -106,7 +106,7 @@ def test_work_that_failed_while_nobody_waited_is_done_again(monkeypatch):
             raise OSError("the first time")
         return "done"
 
-    async def story():
+    async def scenario():
         work: InFlight[str] = InFlight("record", 4, 4)
         while True:
             try:
@@ -115,4 +115,4 @@ def test_work_that_failed_while_nobody_waited_is_done_again(monkeypatch):
                 while work._tasks and len(calls) == 1:
                     await asyncio.sleep(0.01)
 
-    assert asyncio.run(story()) == "done" and len(calls) == 2
+    assert asyncio.run(scenario()) == "done" and len(calls) == 2

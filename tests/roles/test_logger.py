@@ -17,11 +17,10 @@ from msgspec.structs import replace
 from shoal.config import LOGGERS
 from shoal.errors import StateError
 from shoal.launch import preflight
-from shoal.roles.trackers.feed import POLL_S, Follower, given_in
-from shoal.roles.trackers.main import _about, follow
-from shoal.roles.trackers.rows import Given, Row, Rows
+from shoal.roles.trackers.main import POLL_S, Follower, _about, follow, given_in
+from shoal.roles.trackers.tracker_rows import Given, Row, Rows
 from shoal.run_folder import RunFolder
-from tests.roles.in_memory_run import tiny_run
+from tests.roles.testbed import tiny_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -207,7 +206,7 @@ def test_a_full_disk_stops_the_logger_and_no_row_is_lost(folder, monkeypatch):
     one = follower(folder, lambda: Kept(kept, []))
     with monkeypatch.context() as patch:
         full = OSError(28, "no space")
-        patch.setattr("shoal.roles.trackers.feed.write_atomically", lambda *_: (_ for _ in ()).throw(full))
+        patch.setattr("shoal.roles.trackers.main.write_atomically", lambda *_: (_ for _ in ()).throw(full))
         assert one.look() > POLL_S and steps_of(kept) == [0]
     assert one.look() == POLL_S and steps_of(kept) == [0, 1]
 
@@ -250,7 +249,7 @@ def test_no_other_file_imports_the_packages_of_loggers():
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
         if name.split(".")[0] in LOGGERS.values()
     }
-    assert found == {"to_wandb.py", "to_trackio.py", "to_tensorboard.py"}
+    assert found == {"loggers.py"}
 
 
 # --- the real ones, in processes of their own ---
@@ -353,8 +352,8 @@ LOWER = """
 import json, sys
 from pathlib import Path
 from shoal.config import settle_loggers
-from shoal.roles.trackers.rows import Row
-from shoal.roles.trackers.to_wandb import WandB
+from shoal.roles.trackers.tracker_rows import Row
+from shoal.roles.trackers.loggers import WandB
 folder = Path(sys.argv[1])
 settle_loggers(folder)
 run = WandB(folder, "shoal", "town", "abcdef", {})

@@ -16,7 +16,7 @@ from shoal.run_folder import RunFolder
 from shoal.weights import publish
 from shoal.weights.manifest import is_whole
 from tests.net.fault_proxy import FaultProxy
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run
 
 RATE = 200_000
 """Bytes a second, of each uplink: the newcomer is slow."""
@@ -36,14 +36,14 @@ async def until(holds: Callable[[], bool], limit_s: float = 60.0) -> None:
 async def lived(root: Path, port: int, origin_port: int, origin_url: str) -> dict[int, Manifest]:
     """A run of five steps has ended: versions 0 and 3 are published whole, and the others as patches."""
     host = {"port": port, "origin_port": origin_port, "origin_url": origin_url}
-    town = Town(root, tiny_run(
+    testbed = RunTestbed(root, tiny_run(
         train={"lr": 1e-6}, steps=5, storage={"anchor_every": 3}, host=host,
         policy={"dtype": "bfloat16", "tiny": {
             "width": 192, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_width": 768, "max_positions": 64}},
     ))  # fmt: skip
-    await town.live(town.trainer(), town.validator(), town.worker("worker-0"))
-    town.desk.book.store.close()
-    return dict(town.desk.kept.manifests)
+    await testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("worker-0"))
+    testbed.coordinator.log_writer.store.close()
+    return dict(testbed.coordinator.kept.manifests)
 
 
 def needed_bytes(manifests: dict[int, Manifest]) -> int:
@@ -90,7 +90,7 @@ def test_a_slow_newcomer_behind_relays_and_a_sharer_is_killed_twice_and_gets_the
     """Most bytes come from the relays, none from the coordinator, and few come twice."""
     monkeypatch.setattr(publish, "chunk_bytes_for", lambda size_bytes: 1 << 16)
 
-    async def story(stack: contextlib.AsyncExitStack) -> None:
+    async def scenario(stack: contextlib.AsyncExitStack) -> None:
         host, run = Host(tmp_path, stack), tmp_path / "run"
         urls = {name: await host.line(name) for name in ("coordinator", "origin", "sharer", *RELAYS)}
         manifests = await lived(run, host.ports["coordinator"], host.ports["origin"], f"{urls['origin']}/v1/blobs")
@@ -131,6 +131,6 @@ def test_a_slow_newcomer_behind_relays_and_a_sharer_is_killed_twice_and_gets_the
 
     async def all_of_it() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            await story(stack)
+            await scenario(stack)
 
     asyncio.run(asyncio.wait_for(all_of_it(), 240))

@@ -20,9 +20,9 @@ from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.protocol.encoding import to_json
 from shoal.protocol.messages.responses import Statement
 from shoal.roles.auditor import verify_log
-from shoal.runs import public_run
+from shoal.runs import log_source
 from tests.golden.test_golden import rows_of, under_version
-from tests.roles.in_memory_run import URL
+from tests.roles.testbed import URL
 
 
 def folder_of(rows, folder):
@@ -72,12 +72,12 @@ def test_at_a_url_the_coordinators_state_is_not_called_wrong():
         headers = {"shoal-protocol": str(PROTOCOL_VERSION)}
         return httpx.Response(200, headers=headers, stream=httpx.ByteStream(body))
 
-    async def story():
+    async def scenario():
         async with Client(URL, transport=httpx.MockTransport(answer)) as client:
-            return await verify_log.replay_log(public_run.UrlRun(client))
+            return await verify_log.replay_log(log_source.UrlRun(client))
 
     with pytest.raises(UnknownRules, match="version 99 of the rules"):
-        asyncio.run(story())
+        asyncio.run(scenario())
 
 
 def test_a_damaged_row_of_a_log_that_cannot_be_checked_is_a_broken_log():

@@ -22,12 +22,12 @@ from shoal.protocol.messages import EnvSpec
 from shoal.protocol.signing import Key
 from shoal.roles.coordinator.main import env_specs
 from shoal.roles.env_server.env_process import _load
-from shoal.roles.node.packages import ConsentedPackages, NoPackages, room_of
+from shoal.roles.node.package_consent import ConsentedPackages, NoPackages, room_of
 from shoal.weights import memory_limit
 from shoal.weights.memory_limit import Memory
 from tests.env_packages.author import Author, attest
 from tests.envs.isolated.place import line_of
-from tests.roles.in_memory_run import Town, stranger, tiny_run
+from tests.roles.testbed import RunTestbed, stranger, tiny_run
 from tests.sandbox.needs import needs_bubblewrap
 
 pytestmark = needs_bubblewrap
@@ -93,14 +93,6 @@ def test_a_package_needs_two_witnesses_besides_its_author(place: Place) -> None:
     assert place.installed == []
 
 
-def test_an_installed_package_needs_them_too(place: Place) -> None:
-    place.attest(Key.generate(), Key.generate())
-    place.packages().demand([place.spec])
-    (Path(place.registry.place) / "names" / "ann" / "parrot" / "0.1.0" / "attestations.json").unlink()
-    with pytest.raises(ConfigError, match="0 keys other"):
-        place.packages().demand([place.spec])
-
-
 def test_the_registry_cannot_give_another_package_than_the_runs(place: Place) -> None:
     place.attest(Key.generate(), Key.generate())
     with pytest.raises(PeerError, match=r"in the run's registry is another package .* than the run's \(b{16}…\)"):
@@ -146,8 +138,8 @@ def test_what_packages_may_take_counts_as_memory_of_the_node(
     monkeypatch.setattr(memory_limit, "taken_mb", lambda: 300)
     place.attest(Key.generate(), Key.generate())
     place.packages().demand([place.spec])
-    town = Town(tmp_path / "run", tiny_run(envs=[to_config(NAME)]))
-    worker = town.worker("one", own_files=False)
+    testbed = RunTestbed(tmp_path / "run", tiny_run(envs=[to_config(NAME)]))
+    worker = testbed.worker("one", own_files=False)
     stranger(worker, max_memory_mb=2000)
     worker.node.packages = place.packages()
 

@@ -8,7 +8,7 @@ from shoal.config import ACTIVATION_ERROR, check_run
 from shoal.engine.dishonest import Cheat
 from shoal.errors import ConfigError
 from shoal.roles.coordinator.main import rules_of
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run
 
 
 class Negating(Cheat):
@@ -19,25 +19,13 @@ class Negating(Cheat):
         return [score._replace(hidden_PD=-score.hidden_PD) if hidden else score for score in scores]
 
 
-def test_a_run_with_proofs_ends_with_the_weights_of_one_without(tmp_path):
-    weights = []
-    for proofs in ("none", "toploc"):
-        town = Town(tmp_path / proofs, tiny_run(verify={"proofs": proofs}))
-        worker = town.worker("worker")
-        asyncio.run(town.live(town.trainer(), town.validator(), worker))
-        assert town.desk.state.members[worker.key].refused == 0
-        assert town.audit().findings == []
-        weights.append(town.weights())
-    assert weights[0] == weights[1]
-
-
 def test_a_worker_that_forges_its_proofs_earns_nothing_beside_an_honest_one(tmp_path):
-    town = Town(tmp_path / "run", tiny_run(verify={"proofs": "toploc"}))
-    forger, honest = town.worker("forger"), town.worker("honest")
+    testbed = RunTestbed(tmp_path / "run", tiny_run(verify={"proofs": "toploc"}))
+    forger, honest = testbed.worker("forger"), testbed.worker("honest")
     make_engine = forger.node.make_engine
     forger.node.make_engine = lambda dtype: Negating(make_engine(dtype))
-    asyncio.run(town.live(town.trainer(), town.validator(), forger, honest))
-    nodes = town.desk.state.members
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), forger, honest))
+    nodes = testbed.coordinator.state.members
     assert nodes[forger.key].credits == 0 and set(nodes[forger.key].reasons) == {"activations"}
     assert nodes[honest.key].credits > 0 and nodes[honest.key].refused == 0
 

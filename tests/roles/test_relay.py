@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
-import os
 import random
-import shutil
 import time
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 
 from shoal.errors import NothingYet, PeerError
 from shoal.ledger.constants import RULES_VERSION
-from shoal.net.blobs import shelf
+from shoal.net.blobs import blob_app
 from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits
 from shoal.net.key_files import load_or_make_key
@@ -24,20 +22,21 @@ from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.protocol.host_signatures import is_proof
 from shoal.protocol.messages import FileEntry, Manifest, RelayEntry, RunInfo, SignedManifest
 from shoal.protocol.signing import Key
-from shoal.roles.coordinator.calls import application as coordinator
+from shoal.roles.coordinator.routes import application as coordinator
 from shoal.roles.node.serve_chunks import application
 from shoal.roles.relay import chunk_store as store_module
-from shoal.roles.relay import fetcher, relay
+from shoal.roles.relay import relay
 from shoal.roles.relay.chunk_store import BLOCK_BYTES, IN_HAND_BYTES, ChunkStore
-from shoal.roles.relay.fetcher import ChunkFetcher
+from shoal.roles.relay.relay import ChunkFetcher
 from shoal.weights.fetch.chunks import sized_chunks as chunks_in
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import Relays, RelaySource, expected, holdings_of
 from shoal.weights.fetch.sources import Passing
-from shoal.weights.manifest import content_of, open_manifest, sign_manifest
+from shoal.weights.fetch.version_directory import VersionFolder
+from shoal.weights.manifest import ManifestTrust, content_of, open_manifest, sign_manifest
 from tests.net.wires import serving
-from tests.roles.in_memory_run import Town, tiny_run
 from tests.roles.test_hostile_members import chunks_of
+from tests.roles.testbed import RunTestbed, tiny_run
 from tests.weights.checkpoints import Chunks, make_checkpoint, published
 from tests.weights.test_apply_patches import Line
 
@@ -47,24 +46,24 @@ ROOM = 1 << 30
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """A run of three steps that has ended."""
-    town = Town(tmp_path_factory.mktemp("relay") / "run", tiny_run(policy={"tiny": {
+    testbed = RunTestbed(tmp_path_factory.mktemp("relay") / "run", tiny_run(policy={"tiny": {
         "width": 64, "layers": 3, "heads": 2, "kv_heads": 1, "mlp_width": 192, "max_positions": 64}}))  # fmt: skip
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
-    return town
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("honest")))
+    return testbed
 
 
-def signed_of(town: Town, version: int) -> bytes:
-    return town.desk.blobs.get(town.desk.state.main.versions[version].manifest)
+def signed_of(testbed: RunTestbed, version: int) -> bytes:
+    return testbed.coordinator.blobs.get(testbed.coordinator.state.main.versions[version].manifest)
 
 
-def fresh(town: Town, *versions: int):
-    return [(signed_of(town, version), town.desk.kept.manifests[version]) for version in versions]
+def fresh(testbed: RunTestbed, *versions: int):
+    return [(signed_of(testbed, version), testbed.coordinator.kept.manifests[version]) for version in versions]
 
 
-def give(store: ChunkStore, town: Town, names: list[str]) -> None:
+def give(store: ChunkStore, testbed: RunTestbed, names: list[str]) -> None:
     for name in names:
         part = store.parts / name
-        part.write_bytes(town.desk.blobs.get(name))
+        part.write_bytes(testbed.coordinator.blobs.get(name))
         store.take(name, part)
 
 
@@ -102,7 +101,7 @@ def test_a_file_that_vanished_is_not_said_to_be_here(ended, tmp_path):
 
 
 def test_the_disk_is_bounded_and_what_is_needed_stays(ended, tmp_path):
-    one = sum(f.size for f in ended.desk.kept.manifests[3].files)
+    one = sum(f.size for f in ended.coordinator.kept.manifests[3].files)
     store = ChunkStore(tmp_path, IN_HAND_BYTES + int(1.5 * one), 0)
     for version in (0, 1, 2, 3):
         missing = store.missing(fresh(ended, version))
@@ -126,47 +125,21 @@ def test_a_relay_with_little_disk_holds_another_part_than_its_neighbour(tmp_path
     assert len(set(held)) == 3
 
 
-def test_an_answer_under_way_outlives_its_chunk(tmp_path, monkeypatch):
-    """Making room deletes a file that is being sent: the client gets all of it."""
-    data = os.urandom(8 << 20)
-    name, store = encoding.digest(data), ChunkStore(tmp_path, ROOM, 0)
-    (store.parts / name).write_bytes(data)
-    store.take(name, store.parts / name)
-
-    async def story():
-        app = application(store, Key.generate(), "run", time.time)
-        async with serving(app, ServerLimits()) as port, httpx.AsyncClient() as http:
-            url = f"http://127.0.0.1:{port}/v1/blobs/{name}"
-            async with http.stream("GET", url) as response:
-                parts = response.aiter_raw(1 << 16)
-                got = await anext(parts)
-                store._max_bytes = 0
-                store.missing([])
-                store._make_room(1, ())
-                assert on_disk(store) == set() and store.held == {}
-                async for part in parts:
-                    got += part
-            assert got == data
-            assert (await http.get(url)).status_code == 404
-
-    asyncio.run(asyncio.wait_for(story(), 20))
-
-
 def test_the_calls_of_a_relay(ended, tmp_path):
     store, key = ChunkStore(tmp_path, ROOM, 0), Key.generate()
-    manifest = ended.desk.kept.manifests[3]
+    manifest = ended.coordinator.kept.manifests[3]
     store.keep(manifest)
     store.missing(fresh(ended, 3))
     held = sorted(chunks_of(ended, 3))[:1]
     give(store, ended, held)
 
-    async def story():
+    async def scenario():
         app = application(store, key, "some run", time.time)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
             bits = (await http.get(f"/v1/holdings/{content_of(manifest)}")).content
             assert bits == holdings_of(list(dict.fromkeys(c for f in manifest.files for c in f.chunks)), held)
             assert (await http.get(f"/v1/holdings/{'0' * 64}")).content == b""
-            signed = ended.desk.state.main.versions[3].manifest
+            signed = ended.coordinator.state.main.versions[3].manifest
             assert (await http.get(f"/v1/blobs/{signed}")).content == signed_of(ended, 3)
             nonce = "n" * 20
             proof = (await http.get(f"/.well-known/shoal-relay/{nonce}")).json()
@@ -176,7 +149,7 @@ def test_the_calls_of_a_relay(ended, tmp_path):
             for bad in ("short", "x" * 65, "..%2F.."):
                 assert (await http.get(f"/.well-known/shoal-relay/{bad}")).status_code == 404
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 # --- how it fills ---
@@ -187,7 +160,7 @@ def some_info(run: str = "some run") -> RunInfo:
 
 
 @contextlib.asynccontextmanager
-async def filling(town: Town, home: Path, source: str, lies=None):
+async def filling(home: Path, source: str):
     """A relay's store while it fills from a coordinator, and its URL."""
     key = load_or_make_key(home / "node.key")
     async with Client(source, key) as client:
@@ -202,24 +175,20 @@ async def filling(town: Town, home: Path, source: str, lies=None):
             task.cancel()
 
 
+@contextlib.asynccontextmanager
+async def relaying(testbed: RunTestbed, home: Path, app=None):
+    """A coordinator, or an application in its place, and a relay that fills from it."""
+    async with (
+        serving(app or coordinator(testbed.coordinator), ServerLimits()) as port,
+        filling(home, f"http://127.0.0.1:{port}") as relay_and_url,
+    ):
+        yield relay_and_url
+
+
 async def has(store: ChunkStore, names: set[str], limit_s: float = 10.0) -> None:
     async with asyncio.timeout(limit_s):
         while not names <= set(store.held):
             await asyncio.sleep(0.02)
-
-
-def test_a_client_fetches_a_version_from_a_relay_alone(ended, tmp_path):
-    async def story():
-        async with (
-            serving(coordinator(ended.desk), ServerLimits()) as port,
-            filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
-        ):
-            await has(store, chunks_of(ended, 3))
-            manifest = ended.desk.kept.manifests[3]
-            source = RelaySource(RelayEntry(url, "127.0.0.1", "key"), beside=True)
-            assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
-
-    asyncio.run(asyncio.wait_for(story(), 30))
 
 
 def test_a_newcomer_gets_an_anchor_and_the_patches_after_it_from_a_relay_alone(tmp_path):
@@ -233,16 +202,16 @@ def test_a_newcomer_gets_an_anchor_and_the_patches_after_it_from_a_relay_alone(t
             store.take(name, part)
     cache, asked = tmp_path / "client", []
 
-    async def story():
+    async def scenario():
         async with serving(application(store, Key.generate(), "run", time.time), ServerLimits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             source = RelaySource(entry, beside=True)
             really = source.small
             source.small = lambda path, cap: asked.append(path) or really(path, cap)
-            directory = await fetch(line.manifests[5], [source], cache, manifest_of=line.manifest_of)
+            directory = await fetch(line.manifests[5], [source], VersionFolder(cache), manifest_of=line.manifest_of)
             assert line.has(directory, 5)
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))
     way = [f"../holdings/{content_of(line.manifests[version])}" for version in (4, 5)]
     assert asked == way, "the anchor's chunks alone while the anchor is fetched, and each version is asked about once"
 
@@ -250,7 +219,7 @@ def test_a_newcomer_gets_an_anchor_and_the_patches_after_it_from_a_relay_alone(t
 def test_a_relay_fetches_the_patches_of_versions_before_their_weights(tmp_path, monkeypatch):
     """Where each version is published both ways, nodes that have the one before wait for the patch alone."""
     line, store = Line(tmp_path, count=3), ChunkStore(tmp_path / "relay", ROOM, 0)
-    monkeypatch.setattr(fetcher, "sources_of", lambda *args, **options: [line.chunks])
+    monkeypatch.setattr(relay, "sources_of", lambda *args, **options: [line.chunks])
 
     class Host:
         base_url, may_be_inside = "http://127.0.0.1:1", True
@@ -258,15 +227,15 @@ def test_a_relay_fetches_the_patches_of_versions_before_their_weights(tmp_path, 
         async def get_json(self, path, kind, deadline_s):
             return []
 
-    async def story():
+    async def scenario():
         filler = ChunkFetcher(Host(), some_info(), store, Relays(Host()), time.time)
         for version, manifest in enumerate(line.manifests):
             signed = encoding.to_json(sign_manifest(manifest, Key.generate(), now=0.0))
-            filler._manifests[version] = fetcher._Known(signed, manifest, 0.0)
+            filler._manifests[version] = relay._Known(signed, manifest, 0.0)
         while not await filler._fill():
             pass
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))
     of_patches = {chunk for manifest in line.manifests for patch in manifest.patches for chunk in patch.file.chunks}
     assert of_patches and set(line.chunks.asked[: len(of_patches)]) == of_patches
     assert all(set(chunks_in(manifest)) <= set(store.held) for manifest in line.manifests)
@@ -274,11 +243,11 @@ def test_a_relay_fetches_the_patches_of_versions_before_their_weights(tmp_path, 
 
 def test_a_relay_serves_nothing_that_its_source_spoiled(ended, tmp_path, caplog, monkeypatch):
     """It names the source, and goes on with what is right."""
-    monkeypatch.setattr(fetcher, "REST_S", 0.05)
+    monkeypatch.setattr(relay, "REST_S", 0.05)
     victim = sorted(chunks_of(ended, 3))[0]
 
-    async def story():
-        app = coordinator(ended.desk)
+    async def scenario():
+        app = coordinator(ended.coordinator)
 
         async def lying(scope, receive, send):
             spoils = scope["type"] == "http" and scope["path"].endswith(victim)
@@ -290,23 +259,20 @@ def test_a_relay_serves_nothing_that_its_source_spoiled(ended, tmp_path, caplog,
 
             await app(scope, receive, spoiled)
 
-        async with (
-            serving(lying, ServerLimits()) as port,
-            filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
-        ):
+        async with relaying(ended, tmp_path / "relay", lying) as (store, url):
             await has(store, chunks_of(ended, 3) - {victim})
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(0.5)
             async with httpx.AsyncClient() as http:
                 assert (await http.get(f"{url}/v1/blobs/{victim}")).status_code == 404
             assert victim not in store.held and victim not in on_disk(store)
             assert "sent wrong bytes" in caplog.text
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_a_manifest_that_the_trainer_did_not_sign_fills_nothing(ended, tmp_path, caplog):
-    async def story():
-        forged = signed_of(ended, 3).replace(ended.desk.state.trainer_key.encode(), b"0" * 64)
+    async def scenario():
+        forged = signed_of(ended, 3).replace(ended.coordinator.state.trainer_key.encode(), b"0" * 64)
 
         async def lying(scope, receive, send):
             async def forging(message):
@@ -317,57 +283,20 @@ def test_a_manifest_that_the_trainer_did_not_sign_fills_nothing(ended, tmp_path,
                         message = message | {"body": forged}
                 await send(message)
 
-            await coordinator(ended.desk)(scope, receive, forging)
+            await coordinator(ended.coordinator)(scope, receive, forging)
 
-        async with (
-            serving(lying, ServerLimits()) as port,
-            filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, _),
-        ):
+        async with relaying(ended, tmp_path / "relay", lying) as (store, _):
             await asyncio.sleep(0.5)
             assert store.held == {} and "may not publish for this run" in caplog.text
 
-    asyncio.run(asyncio.wait_for(story(), 30))
-
-
-def test_a_relay_goes_on_where_a_kill_left_it(ended, tmp_path):
-    asked = []
-
-    async def story():
-        app = coordinator(ended.desk)
-
-        async def watched(scope, receive, send):
-            if scope["type"] == "http" and scope["path"].startswith("/v1/blobs/"):
-                asked.append(scope["path"].rpartition("/")[2])
-            await app(scope, receive, send)
-
-        async with serving(watched, ServerLimits()) as port:
-            url = f"http://127.0.0.1:{port}"
-            half = sorted(chunks_of(ended, 3))[1:]
-            give(ChunkStore(tmp_path / "relay", ROOM, 0), ended, half)
-            (tmp_path / "relay" / "parts" / "left-over").write_bytes(b"of a killed process")
-            info = ended.desk.kept.manifests[3]
-            store = ChunkStore(tmp_path / "relay", ROOM, 0)
-            store.verify()
-            assert set(store.held) == set(half)
-            async with Client(url, load_or_make_key(tmp_path / "node.key")) as client:
-                run = await client.get_json("/v1/run", RunInfo)
-                filler = ChunkFetcher(client, run, store, Relays(client), time.time)
-                await filler._look()
-                await filler._fill()
-            assert content_of(info) in store._chunks and chunks_of(ended, 3) <= set(store.held)
-
-    asyncio.run(asyncio.wait_for(story(), 30))
-    assert sorted(asked) == sorted(chunks_of(ended, 3))[:1]
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_a_full_disk_is_told_and_what_is_here_is_served(ended, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(fetcher, "REST_S", 0.05)
+    monkeypatch.setattr(relay, "REST_S", 0.05)
 
-    async def story():
-        async with (
-            serving(coordinator(ended.desk), ServerLimits()) as port,
-            filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
-        ):
+    async def scenario():
+        async with relaying(ended, tmp_path / "relay") as (store, url):
 
             def full(name: str, part: Path) -> None:
                 raise OSError(28, "No space left on device")
@@ -377,31 +306,12 @@ def test_a_full_disk_is_told_and_what_is_here_is_served(ended, tmp_path, monkeyp
                 while "cannot store chunks" not in caplog.text:
                     await asyncio.sleep(0.02)
             async with httpx.AsyncClient() as http:
-                signed = ended.desk.state.main.versions[3].manifest
+                signed = ended.coordinator.state.main.versions[3].manifest
                 assert (await http.get(f"{url}/v1/blobs/{signed}")).status_code == 200
             store.take = really
             await has(store, chunks_of(ended, 3))
 
-    asyncio.run(asyncio.wait_for(story(), 30))
-
-
-def test_a_relay_whose_folder_is_deleted_meanwhile_fills_it_again(ended, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetcher, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(fetcher, "REST_S", 0.05)
-
-    async def story():
-        async with (
-            serving(coordinator(ended.desk), ServerLimits()) as port,
-            filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
-        ):
-            await has(store, chunks_of(ended, 3))
-            shutil.rmtree(tmp_path / "relay")
-            async with httpx.AsyncClient() as http, asyncio.timeout(10):
-                for name in chunks_of(ended, 3):
-                    while (await http.get(f"{url}/v1/blobs/{name}")).status_code != 200:
-                        await asyncio.sleep(0.05)
-
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_the_folder_of_another_run_is_deleted_and_no_run_names_a_path(tmp_path):
@@ -432,14 +342,14 @@ def test_the_folder_of_another_run_is_deleted_and_no_run_names_a_path(tmp_path):
 def test_a_plain_web_server_with_the_chunks_is_a_relay_too(ended, tmp_path):
     """Such as nginx or a bucket: it does not say what it has, so it is asked for everything."""
 
-    async def story():
-        async with serving(shelf(ended.folder.chunks, time.time), ServerLimits()) as port:
-            manifest = ended.desk.kept.manifests[3]
+    async def scenario():
+        async with serving(blob_app(ended.folder.chunks, time.time), ServerLimits()) as port:
+            manifest = ended.coordinator.kept.manifests[3]
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             source = RelaySource(entry, beside=True)
-            assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
+            assert (await fetch(manifest, [source], VersionFolder(tmp_path / "cache"))).is_dir()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_a_relay_that_says_without_end_what_it_has_is_left(ended):
@@ -448,17 +358,17 @@ def test_a_relay_that_says_without_end_what_it_has_is_left(ended):
         for _ in range(100):
             await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
 
-    async def story():
+    async def scenario():
         async with serving(endless, ServerLimits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
-            manifest = ended.desk.kept.manifests[3]
+            manifest = ended.coordinator.kept.manifests[3]
             source = RelaySource(entry, beside=True)
             source.expect(expected([manifest]))
             with pytest.raises(Passing, match="answered more than 1 bytes"):
                 await source.holds()
             await source.close()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 @pytest.mark.parametrize("count", [2, 9])
@@ -481,9 +391,9 @@ def test_few_relays_spare_each_other_and_many_do_not(ended, tmp_path, count):
 def test_a_relay_follows_no_other_run_and_no_version_without_end(ended, tmp_path):
     asked = []
 
-    async def story():
+    async def scenario():
         async with (
-            serving(coordinator(ended.desk), ServerLimits()) as port,
+            serving(coordinator(ended.coordinator), ServerLimits()) as port,
             Client(f"http://127.0.0.1:{port}", load_or_make_key(tmp_path / "node.key")) as client,
         ):
             run = await client.get_json("/v1/run", RunInfo)
@@ -504,7 +414,7 @@ def test_a_relay_follows_no_other_run_and_no_version_without_end(ended, tmp_path
             with pytest.raises(PeerError, match="another run"):
                 await says(msgspec.structs.replace(run, run="ab" * 16))
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 # --- a host that would fill the disk ---
@@ -515,13 +425,13 @@ def taken(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
-def tiny_chunks(town: Town, version: int, count: int, expires: float) -> bytes:
+def tiny_chunks(testbed: RunTestbed, version: int, count: int, expires: float) -> bytes:
     """A signed manifest of a version whose chunks have one byte each."""
     names = tuple(encoding.digest(f"{version} {i}".encode()) for i in range(count))
     file = FileEntry("model.safetensors", count, "0" * 64, names)
-    run = town.desk.state.run
+    run = testbed.coordinator.state.run
     manifest = Manifest(run, "policy", version, (), "float32", "a" * 64, (file,), 1, expires - 60.0, expires)
-    body, key = encoding.to_json(manifest), load_or_make_key(town.folder.keys / "trainer.key")
+    body, key = encoding.to_json(manifest), load_or_make_key(testbed.folder.keys / "trainer.key")
     return encoding.to_json(SignedManifest(body=body, key=key.public, signature=key.sign("manifest", body)))
 
 
@@ -529,7 +439,9 @@ def test_chunks_of_one_byte_do_not_fill_the_disk(ended, tmp_path):
     room = 4 << 20
     store = ChunkStore(tmp_path, IN_HAND_BYTES + room, 0)
     signed = tiny_chunks(ended, 0, 3000, time.time() + 60)
-    manifest = open_manifest(signed, run=ended.desk.state.run, keys=(ended.desk.state.trainer_key,), now=None)
+    manifest = open_manifest(
+        signed, ManifestTrust(ended.coordinator.state.run, (ended.coordinator.state.trainer_key,)), now=None
+    )
     pieces = store.missing([(signed, manifest)])
     assert 900 < len(pieces) <= room // BLOCK_BYTES
     for piece in pieces:
@@ -541,7 +453,7 @@ def test_chunks_of_one_byte_do_not_fill_the_disk(ended, tmp_path):
 def test_manifests_without_end_do_not_fill_the_disk_or_the_memory(ended, tmp_path, monkeypatch):
     """A host whose manifests are large, expire at once, and are of ever other versions. Each here is 200 kB."""
     room, now = 2 << 20, time.time()
-    monkeypatch.setattr(fetcher, "MANIFESTS_BYTES", 3 << 20)
+    monkeypatch.setattr(relay, "MANIFESTS_BYTES", 3 << 20)
     monkeypatch.setattr(store_module, "MOST_NAMES", 50_000)
     store = ChunkStore(tmp_path, IN_HAND_BYTES + room, 0)
     version, asked = 200, []
@@ -554,7 +466,7 @@ def test_manifests_without_end_do_not_fill_the_disk_or_the_memory(ended, tmp_pat
             asked.append(path)
             return tiny_chunks(ended, int(path.rpartition("/")[2]), 2200, now + 1)
 
-    async def story():
+    async def scenario():
         nonlocal info, version, now
         async with ended.client(ended.folder.keys / "anyone.key") as client:
             info = await client.get_json("/v1/run", RunInfo)
@@ -577,7 +489,7 @@ def test_manifests_without_end_do_not_fill_the_disk_or_the_memory(ended, tmp_pat
             version -= 40
 
     info = None
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert sum(map(len, store._chunks.values())) <= 50_000
 
 
@@ -595,7 +507,7 @@ def test_that_a_list_of_many_names_others_is_no_news(count, again):
         async def get_json(self, path, kind, deadline_s):
             return [RelayEntry(name, "127.0.0.1", name) for name in rng.sample(names, min(20, len(names)))]
 
-    async def story():
+    async def scenario():
         nonlocal now
         relays = Relays(Host(), clock=lambda: now)
         assert await relays.refresh(10.0)
@@ -606,12 +518,12 @@ def test_that_a_list_of_many_names_others_is_no_news(count, again):
             told.append(await relays.refresh(10.0))
         return told
 
-    told = asyncio.run(story())
+    told = asyncio.run(scenario())
     assert told == [again] + [False] * 29
 
 
 def test_relays_that_come_and_go_begin_a_transfer_anew_less_and_less(ended, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetcher, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(relay, "LOOK_EVERY_S", 0.0)
     asked, is_new = [], False
 
     @dataclasses.dataclass
@@ -627,7 +539,7 @@ def test_relays_that_come_and_go_begin_a_transfer_anew_less_and_less(ended, tmp_
 
     filler._look = look
 
-    async def story():
+    async def scenario():
         nonlocal is_new
         for _ in range(8):
             await filler._until_new()
@@ -638,4 +550,4 @@ def test_relays_that_come_and_go_begin_a_transfer_anew_less_and_less(ended, tmp_
         await filler._until_new()
         assert asked[-1] == 10.0
 
-    asyncio.run(story())
+    asyncio.run(scenario())

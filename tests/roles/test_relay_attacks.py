@@ -7,8 +7,8 @@ import time
 import httpx
 import pytest
 
-from shoal.net import safe_http
-from shoal.net.client import Client, PeerRefused
+from shoal.net import urls
+from shoal.net.client import Client, PeerRefused, Timing
 from shoal.net.connection_limits import ServerLimits
 from shoal.net.urls import is_outside
 from shoal.protocol.messages import RelayOffer, RelayStanding
@@ -17,7 +17,7 @@ from shoal.roles.coordinator import relays
 from shoal.roles.node.serve_chunks import application
 from shoal.roles.node.share_weights import SharedVersions
 from tests.net.wires import serving
-from tests.roles.in_memory_run import URL, Town, tiny_run
+from tests.roles.testbed import URL, RunTestbed, tiny_run
 
 VICTIM, REDIRECTING, MOVING, INSIDE = "127.0.1.1", "127.0.1.2", "127.0.1.3", "127.0.0.1"
 """127.0.1.x play the part of public addresses."""
@@ -53,16 +53,18 @@ def names(monkeypatch):
             found[1:] if host == "moves.example.org" and asked.count(host) > 1 else found[: 2 if "half" in host else 1]
         )
 
-    monkeypatch.setattr(safe_http, "addresses_of", addresses_of)
-    monkeypatch.setattr(safe_http, "is_outside", lambda text: text.startswith("127.0.1.") or is_outside(text))
+    monkeypatch.setattr(urls, "addresses_of", addresses_of)
+    monkeypatch.setattr(urls, "is_outside", lambda text: text.startswith("127.0.1.") or is_outside(text))
     monkeypatch.setattr(relays, "CHALLENGES_PER_S", 1000.0)
     return leads
 
 
-async def offer(town: Town, key: Key, url: str, host: str, port: int = 0) -> RelayStanding | None:
+async def offer(testbed: RunTestbed, key: Key, url: str, host: str, port: int = 0) -> RelayStanding | None:
     """What the coordinator answers to an offer from an address; None if it refuses the URL."""
-    transport = httpx.ASGITransport(town.app, client=(host, 5000))
-    async with Client(URL, key, run=town.desk.state.run, transport=transport, clock=town.clock) as client:
+    transport = httpx.ASGITransport(testbed.app, client=(host, 5000))
+    async with Client(
+        URL, key, run=testbed.coordinator.state.run, transport=transport, timing=Timing(testbed.clock)
+    ) as client:
         try:
             return await client.post_json("/v1/relays", RelayOffer(url, port), RelayStanding)
         except PeerRefused as refused:
@@ -70,19 +72,19 @@ async def offer(town: Town, key: Key, url: str, host: str, port: int = 0) -> Rel
             return None
 
 
-async def settled(town: Town) -> None:
+async def settled(testbed: RunTestbed) -> None:
     """Wait until no challenge is due."""
-    while town.desk.relays.challenges.queue:
+    while testbed.coordinator.relays.challenges.queue:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.2)
 
 
 def test_twenty_hostile_registrations_send_one_request_to_each_server_outside_and_none_inside(tmp_path, names):
-    town, honest = Town(tmp_path / "run", tiny_run()), Key.generate()
+    testbed, honest = RunTestbed(tmp_path / "run", tiny_run()), Key.generate()
 
-    async def story():
+    async def scenario():
         moved = b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:%d/\r\ncontent-length: 0\r\n\r\n"
-        app = application(SharedVersions(tmp_path), honest, town.desk.state.run, time.time)
+        app = application(SharedVersions(tmp_path), honest, testbed.coordinator.state.run, time.time)
         async with (
             counted(INSIDE) as (inside, reached_inside),
             counted(VICTIM) as (one, reached_one),
@@ -105,22 +107,24 @@ def test_twenty_hostile_registrations_send_one_request_to_each_server_outside_an
             hostile += ["http://victim.example.org:25", f"http://user:word@victim.example.org:{one}"]
             hostile += ["ftp://victim.example.org"]
             assert len(hostile) == 20
-            working = asyncio.create_task(town.desk.relays.run())
+            working = asyncio.create_task(testbed.coordinator.relays.run())
             for round_ in range(3):
                 for i, url in enumerate(hostile):
-                    standing = await offer(town, Key.generate(), url, f"198.51.{round_}.{i}")
+                    standing = await offer(testbed, Key.generate(), url, f"198.51.{round_}.{i}")
                     assert standing is None or not standing.listed
-                await settled(town)
+                await settled(testbed)
             key = Key.generate()
-            flood = [await offer(town, key, f"http://victim.example.org:{one}/{i}", "203.0.113.9") for i in range(60)]
+            flood = [
+                await offer(testbed, key, f"http://victim.example.org:{one}/{i}", "203.0.113.9") for i in range(60)
+            ]
             assert sum(standing.reason.startswith("too many offers") for standing in flood) >= 26
-            await settled(town)
+            await settled(testbed)
             assert len(reached_one) + len(reached_two) == 1 and len(reached_away) == 1 and len(reached_moving) <= 1
             assert reached_inside == []
             for _ in range(2):  # beside all that, an honest relay at its own address is listed at once
-                standing = await offer(town, honest, "", INSIDE, relay)
-                await settled(town)
-            assert standing.listed and [entry.key for entry in town.desk.relays.told()] == [honest.public]
+                standing = await offer(testbed, honest, "", INSIDE, relay)
+                await settled(testbed)
+            assert standing.listed and [entry.key for entry in testbed.coordinator.relays.told()] == [honest.public]
             working.cancel()
 
-    asyncio.run(asyncio.wait_for(story(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 60))

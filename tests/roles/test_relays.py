@@ -14,9 +14,9 @@ from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest, from_json, to_json
 from shoal.protocol.host_signatures import sign_promise
 from shoal.protocol.signing import Key
-from shoal.roles.node.node import Node
+from shoal.roles.node.lifecycle import Node
 from shoal.roles.worker.worker import Worker
-from tests.roles.in_memory_run import URL, Town, tiny_run
+from tests.roles.testbed import URL, RunTestbed, tiny_run
 
 IMPOSTOR = Key(b"\x09" * 32)
 
@@ -24,8 +24,8 @@ IMPOSTOR = Key(b"\x09" * 32)
 class Impostor(httpx.AsyncBaseTransport):
     """Serves another host's run under a key of its own: it changes the seeds of leases, and passes on all else."""
 
-    def __init__(self, town):
-        self.inner = httpx.ASGITransport(town.app, raise_app_exceptions=False)
+    def __init__(self, testbed):
+        self.inner = httpx.ASGITransport(testbed.app, raise_app_exceptions=False)
 
     async def handle_async_request(self, request):
         body = await request.aread()
@@ -58,33 +58,36 @@ class Impostor(httpx.AsyncBaseTransport):
         return msgspec.structs.replace(answer, lease=lease, signature=grant.signature)
 
 
-def guest(town, home):
+def guest(testbed, home):
     key = load_or_make_key(home / "node.key")
-    make = town.worker("x").node.make_engine
-    return Worker(Node(Client(URL, key, transport=Impostor(town)), key.public, town.options(home), make))
+    make = testbed.worker("x").node.make_engine
+    return Worker(Node(Client(URL, key, transport=Impostor(testbed)), key.public, testbed.options(home), make))
 
 
 def test_a_host_that_names_another_hosts_run_gets_nothing_signed_for_it(tmp_path):
     """Else it could have a member of that run slashed: submissions are signed for the run, and played with other seeds."""
-    town = Town(tmp_path / "run", tiny_run(steps=2, rollouts={"max_staleness": 1}))
-    worker = town.worker("worker")
+    testbed = RunTestbed(tmp_path / "run", tiny_run(steps=2, rollouts={"max_staleness": 1}))
+    worker = testbed.worker("worker")
 
-    async def story():
-        host = [asyncio.create_task(role.run()) for role in (town.trainer(), town.validator())]
-        ticking = asyncio.create_task(town._tick())
+    async def scenario():
+        host = [asyncio.create_task(role.run()) for role in (testbed.trainer(), testbed.validator())]
+        ticking = asyncio.create_task(testbed._tick())
         honest = asyncio.create_task(worker.run())
-        while not town.desk.state.members.get(worker.key) or not town.desk.state.members[worker.key].accepted:
+        while (
+            not testbed.coordinator.state.members.get(worker.key)
+            or not testbed.coordinator.state.members[worker.key].accepted
+        ):
             await asyncio.sleep(0.05)
         worker.stopping.set()
         await honest
-        credits = town.desk.state.members[worker.key].credits
+        credits = testbed.coordinator.state.members[worker.key].credits
         with contextlib.suppress(TimeoutError), pytest.raises(PeerError, match="another run key than before"):
-            await asyncio.wait_for(guest(town, worker.node.home).run(), 5.0)
-        await asyncio.wait_for(town.worker("worker").run(), 20.0)  # its own host still has it
+            await asyncio.wait_for(guest(testbed, worker.node.home).run(), 5.0)
+        await asyncio.wait_for(testbed.worker("worker").run(), 20.0)  # its own host still has it
         for task in (*host, ticking):
             task.cancel()
         return credits
 
-    credits = asyncio.run(story())
-    member = town.desk.state.members[worker.key]
+    credits = asyncio.run(scenario())
+    member = testbed.coordinator.state.members[worker.key]
     assert member.credits > credits > 0 and member.refused == 0 and member.standing != "quarantined"

@@ -14,24 +14,21 @@ import pytest
 from shoal.config import RunConfig
 from shoal.config.role_options import NodeOptions
 from shoal.errors import ConfigError, PeerError, Superseded
-from shoal.ledger.batches import GroupAccepted
-from shoal.ledger.leases import LeaseGranted, LeaseLapsed
+from shoal.ledger.leases import LeaseLapsed
 from shoal.ledger.submissions import SubmissionReceived
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS, MAX_ROLLOUT_ROWS
 from shoal.protocol.seed_chain import row_seed, sample_seed
-from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
+from shoal.roles.auditor.rejudge_groups import AGREE, GroupChoice, audit_rollouts
 from shoal.roles.node.lease_client import Leases
-from shoal.roles.node.node import Node
-from shoal.roles.worker.remote_env import AHEAD, EngineShare, EngineTurn, PlayContext, TooLate, play_blocks
+from shoal.roles.node.lifecycle import Node
+from shoal.roles.worker.remote_env import AHEAD, EngineShare, EngineTurn, PlayContext, play_blocks
 from shoal.roles.worker.worker import Worker
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.runs.public_run import FolderRun
-from shoal.tree import from_tree
-from tests.envs import pile
+from shoal.runs.log_source import FolderRun
+from shoal.typed_toml import from_tree
 from tests.envs.conftest import FakeEngine
-from tests.nightly import first_of
-from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
+from tests.roles.testbed import RunTestbed, tiny_run, weights_of_one_file
 
 HOSTED = [{"name": "arithmetic", "kind": "completions"}]
 
@@ -40,20 +37,6 @@ HOSTED = [{"name": "arithmetic", "kind": "completions"}]
 def single_file_weights(tmp_path_factory):
     """Of a run in one process whose worker plays the environments."""
     return weights_of_one_file(tiny_run(), tmp_path_factory.mktemp("one") / "run")
-
-
-@pytest.mark.parametrize("num_workers", first_of(3, 1))
-def test_completions_give_the_bytes_of_episodes_no_matter_who_serves(tmp_path, single_file_weights, num_workers):
-    town = Town(tmp_path / "run", tiny_run(envs=HOSTED))
-    workers = [town.worker(f"worker-{i}") for i in range(num_workers)]
-    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
-    assert town.weights() == single_file_weights
-    assert town.audit().findings == []
-    town.stage.close()
-    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
-    assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
-    records = [e.body.record for e in town.audit().entries if isinstance(e.body, SubmissionReceived)]
-    assert all(records)
 
 
 COUNTING = '''
@@ -76,32 +59,24 @@ def environment():
 '''
 
 
-def test_strangers_train_on_a_file_that_only_the_host_has(tmp_path):
-    (tmp_path / "counting.py").write_text(COUNTING)
-    town = Town(tmp_path / "run", tiny_run(envs=[{"name": str(tmp_path / "counting.py")}]), for_others=True)
-    strangers = [town.worker(f"stranger-{i}", own_files=False) for i in range(2)]
-    asyncio.run(town.live(town.trainer(), town.validator(), *strangers))
-    town.stage.close()
-    (tmp_path / "counting.py").unlink()
-    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
-    assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
-    assert town.audit().findings == []
+MOODY = "import random\n" + COUNTING.replace("say letters", "say {random.random():.3f}").replace(
+    "return min", "return random.random() * min"
+)
 
 
-def test_an_environment_that_nobody_can_repeat_is_trained_on_and_its_record_is_the_truth(tmp_path):
-    moody = COUNTING.replace("say letters", "say {random.random():.3f}").replace(
-        "return min", "return random.random() * min"
-    )
-    (tmp_path / "moody.py").write_text("import random\n" + moody)
-    envs = [{"name": str(tmp_path / "moody.py"), "reproducible": False}]
-    town = Town(tmp_path / "run", tiny_run(envs=envs))
-    strangers = [town.worker(f"stranger-{i}", own_files=False) for i in range(2)]
-    asyncio.run(town.live(town.trainer(), town.validator(), *strangers))
-    town.stage.close()
-    assert {env.kind for env in town.config.envs} == {COMPLETIONS}
-    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
+def test_strangers_train_on_a_file_that_only_the_host_has_also_if_nobody_can_repeat_it(tmp_path):
+    """Its record is then the truth."""
+    (tmp_path / "own.py").write_text(MOODY)
+    envs = [{"name": str(tmp_path / "own.py"), "reproducible": False}]
+    testbed = RunTestbed(tmp_path / "run", tiny_run(envs=envs), for_others=True)
+    strangers = [testbed.worker(f"stranger-{i}", own_files=False) for i in range(2)]
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), *strangers))
+    testbed.stage.close()
+    (tmp_path / "own.py").unlink()
+    assert {env.kind for env in testbed.config.envs} == {COMPLETIONS}
+    found = asyncio.run(audit_rollouts(FolderRun(testbed.folder.root), GroupChoice(), threads=1, own_files=False))
     assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
-    assert town.desk.state.refused == {}
+    assert testbed.audit().findings == [] and testbed.coordinator.state.refused == {}
 
 
 @pytest.mark.parametrize(
@@ -109,16 +84,11 @@ def test_an_environment_that_nobody_can_repeat_is_trained_on_and_its_record_is_t
     [
         ({"name": "mine.py"}, True, "completions"),
         ({"name": "mine.py"}, False, ""),
-        ({"name": "mine.py", "kind": "completions"}, False, "completions"),
         ({"name": "mine.py", "kind": "episodes"}, True, "episodes"),
         ({"name": "mine.py", "reproducible": False}, False, "completions"),
         ({"name": "ann/parrot@0.1.0"}, True, "completions"),
-        ({"name": "ann/parrot@0.1.0"}, False, ""),
-        ({"name": "ann/parrot@0.1.0", "kind": "episodes"}, True, "episodes"),
         ({"name": "pkg:" + "a" * 64}, True, "completions"),
-        ({"name": "./folder"}, True, "completions"),
         ({"name": "arithmetic"}, True, ""),
-        ({"name": "arithmetic", "kind": "completions"}, True, "completions"),
     ],
 )
 def test_the_host_plays_for_others_what_is_not_built_in_and_what_nobody_can_repeat(tmp_path, keys, for_others, kind):
@@ -157,36 +127,16 @@ def test_an_environment_that_says_that_nobody_can_repeat_it_is_believed(tmp_path
     (tmp_path / "moody.py").write_text(moody)
     name = str(tmp_path / "moody.py")
     with pytest.raises(ConfigError, match='set kind = "completions"'):
-        Town(tmp_path / "alone", tiny_run(envs=[{"name": name}]))
+        RunTestbed(tmp_path / "alone", tiny_run(envs=[{"name": name}]))
     for keys in ({"reproducible": False}, {"kind": "completions"}):
-        town = Town(tmp_path / "".join(keys), tiny_run(envs=[{"name": name, **keys}]))
-        assert [(spec.kind, spec.reproducible) for spec in town.desk.state.envs] == [(COMPLETIONS, False)]
-        town.stage.close()
+        testbed = RunTestbed(tmp_path / "".join(keys), tiny_run(envs=[{"name": name, **keys}]))
+        assert [(spec.kind, spec.reproducible) for spec in testbed.coordinator.state.envs] == [(COMPLETIONS, False)]
+        testbed.stage.close()
 
 
 def test_two_of_three_workers_killed_change_no_byte_and_every_token_can_be_derived_again(tmp_path, single_file_weights):
-    town = Town(tmp_path / "run", tiny_run(envs=HOSTED))
-    assert killed_twice(town, (2, 5)) == single_file_weights
-
-
-@pytest.mark.slow
-def test_two_of_three_workers_killed_during_500_episodes_of_several_turns_lose_none(tmp_path):
-    sampling = {"max_turn_tokens": 2, "max_rollout_tokens": 128}
-    run = {"rollouts": {"batch_groups": 16, "block_rollouts": 32}, "sampling": sampling, "steps": 4}
-    town = Town(tmp_path / "run", tiny_run(envs=[{"name": pile.__file__, "kind": COMPLETIONS}], **run))
-    weights = killed_twice(town, (9, 40), limit_s=500.0)
-    accepted = [entry.body for entry in town.audit().entries if isinstance(entry.body, GroupAccepted)]
-    assert len(accepted) * town.config.rollouts.group_size >= 500
-    config = tiny_run(envs=[{"name": pile.__file__}], **run)
-    assert weights == weights_of_one_file(config, tmp_path / "one")
-
-
-def killed_twice(town, at, limit_s=110.0):
-    """The weights of a run of three workers of which two are killed at these requests for turns, without a goodbye.
-
-    Nothing is lost: each slot was filled, no group was refused, and an auditor derives each token again.
-    """
-    workers = [town.worker(f"worker-{i}") for i in range(3)]
+    testbed = RunTestbed(tmp_path / "run", tiny_run(envs=HOSTED))
+    workers = [testbed.worker(f"worker-{i}") for i in range(3)]
     killed = []
 
     async def live_until_killed(worker, turns):
@@ -208,17 +158,18 @@ def killed_twice(town, at, limit_s=110.0):
         except asyncio.CancelledError:
             me.uncancel()
 
-    for worker, turns in zip(workers[:2], at, strict=True):
+    for worker, turns in zip(workers[:2], (2, 5), strict=True):
         worker.run = partial(live_until_killed, worker, turns)
-    asyncio.run(town.live(town.trainer(), town.validator(), *workers, limit_s=limit_s))
-    town.stage.close()
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), *workers))
+    testbed.stage.close()
     assert len(killed) == 2
-    assert town.audit().findings == [] and town.desk.state.refused == {}
-    causes = [entry.body.cause for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
+    assert testbed.audit().findings == [] and testbed.coordinator.state.refused == {}
+    causes = [entry.body.cause for entry in testbed.audit().entries if isinstance(entry.body, LeaseLapsed)]
     assert causes.count("deadline") + causes.count("overtaken") >= 1
-    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
+    found = asyncio.run(audit_rollouts(FolderRun(testbed.folder.root), GroupChoice(), threads=1, own_files=False))
     assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
-    return town.weights()
+    assert all(e.body.record for e in testbed.audit().entries if isinstance(e.body, SubmissionReceived))
+    assert testbed.weights() == single_file_weights
 
 
 # --- a worker and what a host may say ---
@@ -246,13 +197,13 @@ class Letters(FakeEngine):
         return [5, STOP]
 
 
-def table(ask, engine=None, is_late=lambda: False):
+def table(ask, engine=None, why_late=lambda: ""):
     renderer = SimpleNamespace(vocabulary=16, stop_ids=frozenset({STOP}))
 
     async def ready():
         return AHEAD
 
-    return PlayContext(engine or Letters(), lambda: renderer, 2, SAMPLING, ask, is_late, ready)
+    return PlayContext(engine or Letters(), lambda: renderer, 2, SAMPLING, ask, why_late, ready)
 
 
 def blocks(count=1):
@@ -293,9 +244,6 @@ def test_a_worker_plays_what_the_host_says():
     assert list(first.author) == [0, 0, 2, 2, 0, 0, 1, 1]
     assert list(second.author) == [0, 0, 1, 1]
     assert {request.rollout for call in playing.engine.calls for request in call} == set(playing.engine.forgotten)
-
-
-def test_a_void_slot_gives_a_group_without_rollouts():
     void = t.EnvReply(1, 0, "void")
     (group,), _ = play(host(answer(void, void)))
     assert group.rollouts == ()
@@ -403,14 +351,8 @@ def test_when_a_block_fails_the_others_stop_and_the_engine_is_idle():
     assert {request.rollout for call in engine.calls for request in call} <= set(engine.forgotten)
 
 
-def test_a_lease_that_takes_far_too_long_is_dropped_between_two_turns():
-    late = iter([False, True])
-    with pytest.raises(TooLate):
-        play(host(answer(OPEN, OPEN), answer(OPEN, OPEN), answer(END, END)), is_late=lambda: next(late))
-
-
 def test_leases_of_one_version_use_the_engine_together_and_others_in_turn():
-    async def story():
+    async def scenario():
         first, same, other = EngineTurn(3), EngineTurn(3), EngineTurn(4)
         waiting = [asyncio.create_task(use.follow(first)) for use in (same, other)]
         await asyncio.sleep(0)
@@ -421,32 +363,30 @@ def test_leases_of_one_version_use_the_engine_together_and_others_in_turn():
         first.end()
         await asyncio.wait_for(waiting[1], 1)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("fits", [AHEAD, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fits", [AHEAD, 1])
 def test_a_lease_begins_before_the_last_one_has_ended_if_the_memory_holds_both(tmp_path, fits):
-    envs, rollouts = [{"name": pile.__file__, "kind": COMPLETIONS}], {"batch_groups": 8, "max_staleness": 1}
-    sampling = {"max_turn_tokens": 2, "max_rollout_tokens": 128}
-    town = Town(tmp_path / "run", tiny_run(envs=envs, rollouts=rollouts, sampling=sampling, steps=2))
-    worker, played, leases, loaded = town.worker("worker"), [], {}, []
+    rollouts = {"batch_groups": 4, "max_staleness": 1}
+    testbed = RunTestbed(tmp_path / "run", tiny_run(envs=HOSTED, rollouts=rollouts, steps=1))
+    worker, uses, together = testbed.worker("worker"), [], []
     play_turns = worker._play_turns
 
-    async def play(grant, *uses):
+    async def play(grant, before, use):
         worker.session.blocks_at_once = lambda lease, most: fits
-        loaded.append(uses[1].loaded)
-        leases[grant.lease.id] = {f"{slot.slot}-0-{slot.seed[:16]}-0" for b in grant.lease.blocks for slot in b.slots}
-        return await play_turns(grant, *uses)
+        uses.append(use)
+        return await play_turns(grant, before, use)
 
     async def watch():
         worker._play_turns = play
         await Worker.run(worker)
 
     def extend(requests, temperature):
-        played.extend(name for name, own in leases.items() if own & {request.rollout for request in requests})
         patience = time.monotonic() + 60
-        while fits > 1 and not [event for event in loaded if event.is_set()][1:] and time.monotonic() < patience:
+        while fits > 1 and not [use for use in uses if use.loaded.is_set()][1:] and time.monotonic() < patience:
             time.sleep(0.01)  # a quick engine would end the first lease before the second has come
+        together.append(sum(use.loaded.is_set() and not use.over.is_set() for use in uses))
         return extended(requests, temperature)
 
     joined = worker.join
@@ -457,11 +397,10 @@ def test_a_lease_begins_before_the_last_one_has_ended_if_the_memory_holds_both(t
         extended, worker.session.engine.extend = worker.session.engine.extend, extend
 
     extended, worker.join, worker.run = None, join, watch
-    asyncio.run(town.live(town.trainer(), town.validator(), worker))
-    town.stage.close()
-    turns = [name for name, last in zip(played, [*played[1:], ""], strict=True) if name != last]
-    assert (len(turns) > len(leases)) == (fits > 1), "with both, turns of two leases are mixed"
-    assert town.audit().findings == [] and town.desk.state.refused == {}
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), worker))
+    testbed.stage.close()
+    assert (max(together) > 1) == (fits > 1), "with room for both, two leases use the engine"
+    assert testbed.audit().findings == [] and testbed.coordinator.state.refused == {}
 
 
 def alone(home, client=None):
@@ -492,7 +431,7 @@ def test_a_host_that_grants_leases_without_end_is_asked_for_no_more_than_two(tmp
 
     worker.leases = Leases(worker.node, worker.session)
 
-    async def story():
+    async def scenario():
         worker.leases.next_grant, worker._play_turns = grant, fill
         worker.report = SimpleNamespace(tell=ignore, state=None)
         worker.leases.give_back = ignore
@@ -504,52 +443,17 @@ def test_a_host_that_grants_leases_without_end_is_asked_for_no_more_than_two(tmp
             go_on.release()
         await working
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert most == 2
-
-
-def test_a_worker_is_as_fast_as_its_engine_also_when_two_leases_overlap(tmp_path):
-    """The second lease is nearly done when the first is: its own tokens after that would be a speed beyond belief."""
-    engine, speeds, turns = Letters(), [], host(answer(OPEN, OPEN), answer(END, END))
-    engine.pause_s = 0.05  # for 4 tokens
-    client = SimpleNamespace(post_packed=lambda path, turn, *kind, **more: turns(turn))
-    worker = alone(tmp_path, client)
-    renderer = SimpleNamespace(vocabulary=16, stop_ids=frozenset({STOP}))
-    worker.session = SimpleNamespace(  # type: ignore[assignment]
-        kind=COMPLETIONS, within_memory=lambda doing: contextlib.nullcontext(), engine=engine,
-        blocks_at_once=lambda lease, most: most, policy=SimpleNamespace(renderer=renderer),
-        info=SimpleNamespace(rules=SimpleNamespace(group_size=2, proofs="none")),
-    )  # fmt: skip
-
-    def lease(name):
-        return SimpleNamespace(lease=t.Lease(name, "key", 0, tuple(blocks(8)), SAMPLING, 0.0, 1000.0))
-
-    async def ignore(*what):
-        pass
-
-    async def tell(tokens_per_s):
-        speeds.append(tokens_per_s)
-
-    async def story():
-        worker._load_for, worker._submit = ignore, ignore
-        worker.report = SimpleNamespace(tell=tell, state=None)
-        worker.leases = Leases(worker.node, worker.session)
-        worker.leases.holding += ["1", "2"]
-        before, first, second = EngineTurn(), EngineTurn(0), EngineTurn(0)
-        before.end()
-        await asyncio.gather(worker._fill(lease("1"), before, first), worker._fill(lease("2"), first, second))
-
-    asyncio.run(story())
-    assert len(speeds) == 2 and all(0 < speed < 100 for speed in speeds), "4 tokens in 0.05 s are 80 a second"
 
 
 # --- leases that end otherwise ---
 
 
-def in_town(tmp_path, change):
+def in_testbed(tmp_path, change):
     """A run of one step whose first lease is spoiled by `change(worker, lease)`; returns why leases lapsed."""
-    town = Town(tmp_path / "run", tiny_run(steps=1, envs=HOSTED))
-    worker, spoiled = town.worker("worker"), [True]
+    testbed = RunTestbed(tmp_path / "run", tiny_run(steps=1, envs=HOSTED))
+    worker, spoiled = testbed.worker("worker"), [True]
     play_turns = worker._play_turns
 
     async def play(grant, *uses):
@@ -559,10 +463,10 @@ def in_town(tmp_path, change):
         return await play_turns(grant, *uses)
 
     worker._play_turns = play
-    asyncio.run(town.live(town.trainer(), town.validator(), worker, limit_s=90.0))
-    town.stage.close()
-    assert town.audit().findings == []
-    return [entry.body.cause for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), worker, limit_s=90.0))
+    testbed.stage.close()
+    assert testbed.audit().findings == []
+    return [entry.body.cause for entry in testbed.audit().entries if isinstance(entry.body, LeaseLapsed)]
 
 
 def test_a_lease_whose_turns_were_taken_with_other_tokens_is_given_back_and_the_run_goes_on(tmp_path):
@@ -577,47 +481,40 @@ def test_a_lease_whose_turns_were_taken_with_other_tokens_is_given_back_and_the_
         await ask(*[ids(worker.session.policy.renderer.eos_id)] * len(opening.said))
         return lease
 
-    assert in_town(tmp_path, other_tokens)[0] == "returned"
+    assert in_testbed(tmp_path, other_tokens)[0] == "returned"
 
 
-@pytest.mark.parametrize("kind", ["completions", "episodes"])
-def test_where_the_host_plays_a_lease_leaves_room_for_the_next_ones(tmp_path, kind):
+def test_where_the_host_plays_a_lease_leaves_room_for_the_next_ones(tmp_path):
     """Else a worker has nothing to extend while the last blocks of its lease travel."""
-    changes = dict(
-        rollouts={"batch_groups": 12, "block_rollouts": 8, "max_staleness": 1, "max_flat_groups": 0}, steps=2
-    )
-    town = Town(tmp_path / "run", tiny_run(envs=[{"name": "arithmetic", "kind": kind}], **changes))
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker"), limit_s=90.0))
-    leases = [len(e.body.blocks) for e in town.audit().entries if isinstance(e.body, LeaseGranted)]
-    third = 2 * 12 // 3
-    assert max(leases) == third if kind == "completions" else max(leases) > third, leases
-    if town.stage is not None:
-        town.stage.close()
+    rollouts = {"batch_groups": 12, "block_rollouts": 8, "max_staleness": 1}
+    testbed = RunTestbed(tmp_path / "run", tiny_run(envs=HOSTED, rollouts=rollouts))
+    assert testbed.coordinator._most_blocks() == 2 * 12 // 3
+    testbed.stage.close()
 
 
-@pytest.mark.parametrize("call", ["post_packed", "put_bytes"])
+@pytest.mark.parametrize("call", ["post_packed", "send"])
 def test_a_lease_whose_turns_the_host_has_forgotten_is_given_back_and_the_run_goes_on(tmp_path, call):
-    """The stage's memo was lost or restored, before a turn or before the submission."""
+    """The reply store was lost or restored, before a turn or before the submission."""
 
     async def forgotten(worker, lease):
         send = getattr(worker.client, call)
 
-        async def after_the_loss(path, body, *kind, **more):
-            if getattr(body, "turn", 1):
+        async def after_the_loss(*told, **more):
+            if told[1].endswith("/submission") if call == "send" else told[1].turn:
                 setattr(worker.client, call, send)
-                with contextlib.closing(sqlite3.connect(RunFolder(tmp_path / "run").stage_memo)) as memo:
-                    memo.execute("DELETE FROM turns")
-                    memo.commit()
-            return await send(path, body, *kind, **more)
+                with contextlib.closing(sqlite3.connect(RunFolder(tmp_path / "run").reply_store)) as reply_store:
+                    reply_store.execute("DELETE FROM turns")
+                    reply_store.commit()
+            return await send(*told, **more)
 
         setattr(worker.client, call, after_the_loss)
         return lease
 
-    assert in_town(tmp_path, forgotten)[0] == "returned"
+    assert in_testbed(tmp_path, forgotten)[0] == "returned"
 
 
 def test_turns_that_take_far_too_long_give_the_lease_back_and_the_run_goes_on(tmp_path):
     async def no_time(worker, lease):
         return msgspec.structs.replace(lease, deadline=lease.issued)
 
-    assert in_town(tmp_path, no_time)[0] == "returned"
+    assert in_testbed(tmp_path, no_time)[0] == "returned"

@@ -8,7 +8,8 @@ import pytest
 from shoal.ledger.commands import Admin
 from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.versions import CheckpointPublished
-from tests.roles.in_memory_run import Town, tiny_run
+from shoal.protocol.messages import AdminRequest
+from tests.roles.testbed import RunTestbed, tiny_run
 
 
 class Calendar:
@@ -27,9 +28,9 @@ def calendar():
 
 
 @pytest.fixture
-def town(tmp_path, calendar, monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.calls.LONG_POLL_S", 0.1)
-    return Town(tmp_path / "run", tiny_run(steps=1), clock=calendar)
+def testbed(tmp_path, calendar, monkeypatch):
+    monkeypatch.setattr("shoal.roles.coordinator.routes.LONG_POLL_S", 0.1)
+    return RunTestbed(tmp_path / "run", tiny_run(steps=1), clock=calendar)
 
 
 async def until(holds):
@@ -38,47 +39,47 @@ async def until(holds):
             await asyncio.sleep(0.05)
 
 
-async def renewed(town, before):
-    await until(lambda: town.desk.state.main.versions[0].manifest != before)
+async def renewed(testbed, before):
+    await until(lambda: testbed.coordinator.state.main.versions[0].manifest != before)
 
 
-def test_a_run_paused_for_longer_than_a_manifest_lives_goes_on(town, calendar):
-    async def story():
+def test_a_run_paused_for_longer_than_a_manifest_lives_goes_on(testbed, calendar):
+    async def scenario():
         async with asyncio.timeout(60):
-            trainer = asyncio.create_task(town.trainer().run())
-            await until(lambda: town.desk.state.main.version == 0)
-            await town.desk.book.submit(Admin("pause", "", calendar()))
+            trainer = asyncio.create_task(testbed.trainer().run())
+            await until(lambda: testbed.coordinator.state.main.version == 0)
+            await testbed.coordinator.log_writer.submit(Admin("pause", AdminRequest(), calendar()))
             for _ in range(3):
-                before = town.desk.state.main.versions[0].manifest
+                before = testbed.coordinator.state.main.versions[0].manifest
                 calendar.days_on += 4
-                await renewed(town, before)
-            await town.desk.book.submit(Admin("resume", "", calendar()))
-            await town.live(town.validator(), town.worker("honest"))
+                await renewed(testbed, before)
+            await testbed.coordinator.log_writer.submit(Admin("resume", AdminRequest(), calendar()))
+            await testbed.live(testbed.validator(), testbed.worker("honest"))
             await trainer
 
-    asyncio.run(story())
-    assert town.desk.state.main.version == 1 and town.audit().findings == []
-    published = [e.body.manifest for e in town.audit().entries if isinstance(e.body, CheckpointPublished)]
-    for book in (town.desk.book, LogWriter(town.desk.book.store)):
-        assert len(published) > 3 and all(map(book.knows_manifest, published))
-        assert not book.knows_manifest("ab" * 32)
+    asyncio.run(scenario())
+    assert testbed.coordinator.state.main.version == 1 and testbed.audit().findings == []
+    published = [e.body.manifest for e in testbed.audit().entries if isinstance(e.body, CheckpointPublished)]
+    for log_writer in (testbed.coordinator.log_writer, LogWriter(testbed.coordinator.log_writer.store)):
+        assert len(published) > 3 and all(map(log_writer.knows_manifest, published))
+        assert not log_writer.knows_manifest("ab" * 32)
 
 
-def test_a_run_whose_host_was_away_for_longer_than_a_manifest_lives_goes_on(town, calendar):
+def test_a_run_whose_host_was_away_for_longer_than_a_manifest_lives_goes_on(testbed, calendar):
     async def begin():
-        trainer = asyncio.create_task(town.trainer().run())
-        await until(lambda: town.desk.state.main.version == 0)
+        trainer = asyncio.create_task(testbed.trainer().run())
+        await until(lambda: testbed.coordinator.state.main.version == 0)
         trainer.cancel()
         await asyncio.wait([trainer])
 
     async def resume():
-        before, trainer = town.desk.state.main.versions[0].manifest, town.trainer()
+        before, trainer = testbed.coordinator.state.main.versions[0].manifest, testbed.trainer()
         async with trainer.client:
             await trainer._open()
-        assert town.desk.state.main.versions[0].manifest != before
-        await town.live(town.trainer(), town.validator(), town.worker("honest"), limit_s=60.0)
+        assert testbed.coordinator.state.main.versions[0].manifest != before
+        await testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("honest"), limit_s=60.0)
 
     asyncio.run(begin())
     calendar.days_on = 8
     asyncio.run(resume())
-    assert town.desk.state.main.version == 1 and town.audit().findings == []
+    assert testbed.coordinator.state.main.version == 1 and testbed.audit().findings == []

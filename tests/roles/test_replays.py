@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import time
 
 import httpx
@@ -10,20 +9,19 @@ import pytest
 
 from shoal.errors import PeerError
 from shoal.ledger.commands import Publish
-from shoal.ledger.members import NodeJoined, NodeLeft
-from shoal.ledger.run import RulesChanged
-from shoal.net.client import Client, PeerRefused
+from shoal.ledger.members import NodeLeft
+from shoal.ledger.run_events import RulesChanged
+from shoal.net.client import Client, PeerRefused, Timing
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
 from shoal.protocol.constants import KEY_REQUESTS_PER_S
 from shoal.protocol.encoding import digest, from_json, to_json
-from shoal.roles.coordinator import calls as api
-from shoal.roles.coordinator.calls import application
+from shoal.roles.coordinator import routes as api
 from shoal.roles.coordinator.main import open_run
+from shoal.roles.coordinator.routes import application
 from shoal.weights.manifest import sign_manifest
-from tests.net.faults import Fault, FaultyTransport
 from tests.nightly import first_of
-from tests.roles.in_memory_run import URL, Town, _hurry, tiny_run
+from tests.roles.testbed import URL, RunTestbed, _hurry, tiny_run, weights_of_one_file
 
 
 class Tape(httpx.AsyncBaseTransport):
@@ -66,18 +64,18 @@ class Night:
 
     def __init__(self, root, key_file="stranger.key", **config):
         self.now = 1_000_000.0
-        self.town = Town(root / "run", tiny_run(**config), clock=lambda: self.now)
-        self.desk, self.tape = self.town.desk, Tape(self.town.app)
-        key = load_or_make_key(self.town.folder.root / key_file)
-        self.key, self.run = key.public, self.desk.state.run
-        self.client = Client(URL, key, run=self.run, transport=self.tape, clock=lambda: self.now, sleep=self._sleep)
+        self.testbed = RunTestbed(root / "run", tiny_run(**config), clock=lambda: self.now)
+        self.coordinator, self.tape = self.testbed.coordinator, Tape(self.testbed.app)
+        key = load_or_make_key(self.testbed.folder.root / key_file)
+        self.key, self.run = key.public, self.coordinator.state.run
+        self.client = Client(URL, key, run=self.run, transport=self.tape, timing=Timing(lambda: self.now, self._sleep))
 
     async def _sleep(self, seconds):
         self.now += seconds
 
     def restart(self):
-        self.desk = open_run(self.town.folder, self.town.config, lambda: self.now)
-        self.tape.restart(application(self.desk))
+        self.coordinator = open_run(self.testbed.folder, self.testbed.config, lambda: self.now)
+        self.tape.restart(application(self.coordinator))
 
     async def join(self, device="cpu", name="w"):
         join = t.Join("worker", name, 0.0, "x", "float32", device)
@@ -93,13 +91,13 @@ class Night:
         return await self.client.post_json(f"/v1/admin/{action}", t.AdminRequest(), t.Status)
 
     async def publish(self):
-        trainer, version = self.desk.state.trainer_key, self.desk.state.main.version + 1
-        await self.desk.book.submit(
+        trainer, version = self.coordinator.state.trainer_key, self.coordinator.state.main.version + 1
+        await self.coordinator.log_writer.submit(
             Publish(trainer, version, digest(b"%d" % version), digest(b"manifest"), {}, self.now)
         )
 
     def bodies(self, kind):
-        rows = [entry.body for entry in self.town.audit().entries]
+        rows = [entry.body for entry in self.testbed.audit().entries]
         return [body for body in rows if isinstance(body, kind)]
 
 
@@ -116,7 +114,7 @@ def short_polls(request, monkeypatch):
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_requests_of_a_worker_that_left_get_nothing(night, restarted):
-    async def story():
+    async def scenario():
         await night.join()
         await night.publish()
         night.now += 1
@@ -124,27 +122,27 @@ def test_requests_of_a_worker_that_left_get_nothing(night, restarted):
         night.now += 1
         told = await night.leave()
         assert told.lapsed == 1 and told.left
-        before = night.desk.state.seq
+        before = night.coordinator.state.seq
         if restarted:
             night.restart()
         for _ in range(4):
             assert await night.tape.again(0) == (503, "replayed")
             assert await night.tape.again(1) == (403, "not_joined")
             assert (await night.tape.again(2))[0] == 200, "the same leave again gets its first answer"
-        assert night.desk.state.seq == before and night.desk.state.members[night.key].lapsed == 1
+        assert night.coordinator.state.seq == before and night.coordinator.state.members[night.key].lapsed == 1
         night.now += 1
         await night.join()
         assert await night.tape.again(1) == await night.tape.again(2) == (503, "replayed")
-        assert not night.desk.state.open_leases
+        assert not night.coordinator.state.open_leases
 
-    asyncio.run(story())
-    assert night.town.audit().findings == []
+    asyncio.run(scenario())
+    assert night.testbed.audit().findings == []
 
 
 def test_one_signed_request_gets_one_lease(night):
     """Also if the worker was killed and said nothing."""
 
-    async def story():
+    async def scenario():
         await night.join()
         await night.publish()
         first = await night.lease()
@@ -153,32 +151,19 @@ def test_one_signed_request_gets_one_lease(night):
         polls = [place for place, (_, url, *_) in enumerate(night.tape.seen) if url.path == "/v1/leases"]
         assert await night.tape.again(polls[1]) == (200, first.id)
         night.now += 20
-        await night.desk.tick()
-        assert not night.desk.state.open_leases, "it lapsed, and the signatures are still valid"
+        await night.coordinator.tick()
+        assert not night.coordinator.state.open_leases, "it lapsed, and the signatures are still valid"
         assert await night.tape.again(polls[1]) == (200, None)
         assert await night.tape.again(polls[0]) == (503, "replayed")
-        assert len(night.desk.state.leases) == 1
+        assert len(night.coordinator.state.leases) == 1
 
-    asyncio.run(story())
-
-
-def test_each_of_many_requests_of_one_second_gets_one_lease(night):
-    async def story():
-        await night.join()
-        assert [await night.lease() for _ in range(3)] == [None] * 3
-        await night.publish()
-        for place in (1, 2, 3, 1, 2, 3):
-            assert await night.tape.again(place) == (200, None)
-        assert await night.lease()
-        assert len(night.desk.state.leases) == 1
-
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_second_holds_no_more_requests_than_a_key_may_send_in_it(night, monkeypatch):
     monkeypatch.setattr(api, "LONG_POLL_S", 0.0)
 
-    async def story():
+    async def scenario():
         await night.join()
         began = night.now
         for _ in range(int(KEY_REQUESTS_PER_S)):
@@ -187,11 +172,11 @@ def test_a_second_holds_no_more_requests_than_a_key_may_send_in_it(night, monkey
         await night.lease()
         assert int(night.now) == int(began) + 1, "refused until the next second, and taken then"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_leave_that_was_held_back_does_not_remove_a_worker_that_came_back(night):
-    async def story():
+    async def scenario():
         await night.join()
         night.now += 10
         inner, night.tape.inner = night.tape.inner, HoldBack()
@@ -202,57 +187,34 @@ def test_a_leave_that_was_held_back_does_not_remove_a_worker_that_came_back(nigh
         await night.join()
         await night.lease()
         assert await night.tape.again(held) == (503, "replayed")
-        assert not night.desk.state.members[night.key].left
+        assert not night.coordinator.state.members[night.key].left
 
-    asyncio.run(story())
-
-
-def test_an_old_join_is_refused_after_a_restart_too(night):
-    async def story():
-        await night.join("old")
-        night.now += 1
-        await night.join()
-        for _ in range(2):
-            assert await night.tape.again(0) == (503, "replayed")
-            assert (await night.tape.again(1))[0] == 200
-            night.restart()
-
-    asyncio.run(story())
-    assert [joined.device for joined in night.bodies(NodeJoined)] == ["old", "cpu"]
-
-
-def test_two_joins_of_one_second_both_come_through(night):
-    async def story():
-        for device in ("a", "b"):
-            await night.join(device)
-
-    asyncio.run(story())
-    assert [(joined.device, joined.created) for joined in night.bodies(NodeJoined)] == [("a", 10**6), ("b", 10**6 + 1)]
+    asyncio.run(scenario())
 
 
 def test_the_hosts_requests_count_once_and_two_of_one_second_both_come_through(tmp_path):
     night = Night(tmp_path, "keys/run.key")
 
-    async def story():
+    async def scenario():
         assert (await night.admin("pause")).phase == "paused"
         assert (await night.admin("resume")).phase == "running"
         resumed = len(night.tape.seen) - 1
         for _ in range(2):
             assert await night.tape.again(0) == (503, "replayed")
             assert (await night.tape.again(resumed))[0] == 200
-            assert night.desk.state.phase == "running"
+            assert night.coordinator.state.phase == "running"
             night.restart()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     changed = [(body.phase, body.created) for body in night.bodies(RulesChanged)]
     assert changed == [("paused", 10**6), ("running", 10**6 + 1)]
 
 
 def test_a_node_whose_clock_was_set_back_gets_through_by_itself(night):
-    async def story():
+    async def scenario():
         await night.join("old")
         client_now = night.now - 20
-        late = Client(URL, night.client.key, run=night.run, transport=night.tape, clock=lambda: client_now)
+        late = Client(URL, night.client.key, run=night.run, transport=night.tape, timing=Timing(lambda: client_now))
 
         async def sleep(seconds):
             nonlocal client_now
@@ -263,7 +225,7 @@ def test_a_node_whose_clock_was_set_back_gets_through_by_itself(night):
         assert (await night.join()).key == night.key
         assert 20 <= night.now - 10**6 <= 30
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 # --- whole runs ---
@@ -286,49 +248,44 @@ class AtOnce(httpx.AsyncBaseTransport):
             await asyncio.gather(first, return_exceptions=True)
 
 
-def one_after_the_other(inner):
-    return FaultyTransport(inner, random.Random(0), asyncio.sleep, faults=[Fault.DUPLICATE], rate=1.0)
-
-
-def work_through(town, transport, clock=time.time):
+def work_through(testbed, transport, clock=time.time):
     """A run whose only worker has another network or clock."""
-    worker = town.worker("worker")
-    inner = httpx.ASGITransport(town.app, raise_app_exceptions=False)
+    worker = testbed.worker("worker")
+    inner = httpx.ASGITransport(testbed.app, raise_app_exceptions=False)
     key = load_or_make_key(worker.node.home / "node.key")
-    worker.client = worker.node.client = Client(URL, key, transport=transport(inner), clock=clock, sleep=_hurry)
-    asyncio.run(town.live(town.trainer(), town.validator(), worker))
-    audit = town.audit()
+    worker.client = worker.node.client = Client(URL, key, transport=transport(inner), timing=Timing(clock, _hurry))
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), worker))
+    audit = testbed.audit()
     node = audit.state.members[worker.key]
     assert audit.findings == [] and (node.refused, node.lapsed) == (0, 0)
-    return town.weights()
+    return testbed.weights()
 
 
 @pytest.fixture(scope="module")
 def honest_weights(tmp_path_factory):
-    return work_through(Town(tmp_path_factory.mktemp("plain") / "run", tiny_run()), lambda inner: inner)
+    return weights_of_one_file(tiny_run(), tmp_path_factory.mktemp("plain") / "run")
 
 
-@pytest.mark.parametrize("proxy", [one_after_the_other, AtOnce])
-def test_a_worker_behind_a_proxy_that_sends_all_twice_gives_the_same_weights(tmp_path, honest_weights, proxy):
-    assert work_through(Town(tmp_path / "run", tiny_run()), proxy) == honest_weights
+def test_a_worker_behind_a_proxy_that_sends_all_twice_gives_the_same_weights(tmp_path, honest_weights):
+    assert work_through(RunTestbed(tmp_path / "run", tiny_run()), AtOnce) == honest_weights
 
 
 @pytest.mark.parametrize("skew_s", first_of(-40.0, 40.0))
 def test_a_worker_whose_clock_is_40_seconds_off_works_as_others_do(tmp_path, honest_weights, skew_s):
-    town = Town(tmp_path / "run", tiny_run())
-    assert work_through(town, lambda inner: inner, lambda: time.time() + skew_s) == honest_weights
+    testbed = RunTestbed(tmp_path / "run", tiny_run())
+    assert work_through(testbed, lambda inner: inner, lambda: time.time() + skew_s) == honest_weights
 
 
 def test_a_worker_and_a_validator_that_stop_say_so(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    town = Town(tmp_path / "run", tiny_run(steps=1000))
-    worker, validator, trainer = town.worker("worker"), town.validator(), town.trainer()
+    testbed = RunTestbed(tmp_path / "run", tiny_run(steps=1000))
+    worker, validator, trainer = testbed.worker("worker"), testbed.validator(), testbed.trainer()
 
-    async def story():
+    async def scenario():
         async with asyncio.TaskGroup() as group:
             roles = [group.create_task(role.run()) for role in (worker, validator)]
             life = group.create_task(trainer.run())
-            while town.desk.state.main.version < 1:
+            while testbed.coordinator.state.main.version < 1:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(1.1)  # else they leave in the second in which they joined, and try again
             for role, task in zip((worker, validator), roles, strict=True):
@@ -336,36 +293,12 @@ def test_a_worker_and_a_validator_that_stop_say_so(tmp_path, caplog):
                 await task
             life.cancel()
 
-    asyncio.run(story())
-    left = [entry.body.key for entry in town.audit().entries if isinstance(entry.body, NodeLeft)]
-    assert left[0] == worker.key and len(left) == 2 and town.desk.state.judges() == []
-    assert not town.desk.state.open_leases and town.audit().findings == []
+    asyncio.run(scenario())
+    left = [entry.body.key for entry in testbed.audit().entries if isinstance(entry.body, NodeLeft)]
+    assert left[0] == worker.key and len(left) == 2 and testbed.coordinator.state.judges() == []
+    assert not testbed.coordinator.state.open_leases and testbed.audit().findings == []
     last = {one.name: one.getMessage() for one in caplog.records if one.name in ("worker", "validator")}
     assert last["worker"].startswith("left credits=") and last["validator"].startswith("left judged="), last
-
-
-def test_a_coordinator_that_knows_no_leaving_does_not_fail_the_exit(tmp_path):
-    town = Town(tmp_path / "run", tiny_run(steps=1000))
-    worker, calls = town.worker("worker"), []
-
-    async def refuse_leaving(scope, receive, send):
-        calls.append(scope["path"])
-        if scope["path"] == "/v1/nodes/leave":
-            scope = {**scope, "path": "/v1/nothing", "raw_path": b"/v1/nothing"}
-        await town.app(scope, receive, send)
-
-    key = load_or_make_key(worker.node.home / "node.key")
-    worker.client = worker.node.client = Client(URL, key, transport=httpx.ASGITransport(refuse_leaving), sleep=_hurry)
-
-    async def story():
-        task = asyncio.create_task(worker.run())
-        while "/v1/leases" not in calls:
-            await asyncio.sleep(0.01)
-        worker.stopping.set()
-        await asyncio.wait_for(task, 10)
-
-    asyncio.run(story())
-    assert "/v1/nodes/leave" in calls and not town.desk.state.members[worker.key].left
 
 
 def test_a_stranger_cannot_leave(night):
@@ -376,9 +309,9 @@ def test_a_stranger_cannot_leave(night):
 def test_chunks_of_a_published_version_that_arrive_again_are_refused(tmp_path):
     """Nobody would ever delete them, and the host's disk quota would fill up."""
     night = Night(tmp_path, "keys/trainer.key")
-    key = load_or_make_key(night.town.folder.keys / "trainer.key")
+    key = load_or_make_key(night.testbed.folder.keys / "trainer.key")
 
-    async def story():
+    async def scenario():
         chunk = digest(b"weights")
         await night.client.send("PUT", f"/v1/blobs/{chunk}", b"weights", t.WriteAck)
         night.now += 1
@@ -390,6 +323,6 @@ def test_chunks_of_a_published_version_that_arrive_again_are_refused(tmp_path):
         assert (await night.tape.again(1))[0] == 200, "the same manifest again gets its first answer"
         night.now += 1
         await night.client.send("PUT", f"/v1/blobs/{digest(b'next')}", b"next", t.WriteAck)
-        assert night.desk.kept.coming == {digest(b"next")}
+        assert night.coordinator.kept.coming == {digest(b"next")}
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -1,13 +1,11 @@
 """A trainer's key has leaked: the root names another, the run loses no step, and the thief publishes nothing."""
 
 import asyncio
-import shutil
 import time
 
 import msgspec
 import pytest
 
-from shoal.engine.native import LocalEngine
 from shoal.errors import PeerError, StateError
 from shoal.net.client import PeerRefused
 from shoal.net.key_files import load_or_make_key, save_key
@@ -17,50 +15,46 @@ from shoal.protocol.host_signatures import sign_rotation
 from shoal.protocol.messages import Publishers, Rotation, RunInfo
 from shoal.protocol.signing import Key
 from shoal.roles.auditor.verify_log import audit_folder
-from shoal.roles.coordinator.status import StatusBoard
-from shoal.roles.node.node import Node, open_session
-from shoal.roles.node.publisher_pins import take_publishers
+from shoal.roles.coordinator.status import StatusCache
+from shoal.roles.node.evidence_store import take_publishers
 from shoal.weights.manifest import sign_manifest, signer_of
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run, weights_of_one_file
 
 ROOT, NEW, NEWER, THIEF = (Key(bytes([n]) * 32) for n in range(21, 25))
 
 
 @pytest.fixture(autouse=True)
 def short_polls(monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.calls.LONG_POLL_S", 0.2)
+    monkeypatch.setattr("shoal.roles.coordinator.routes.LONG_POLL_S", 0.2)
 
 
 @pytest.fixture
-def town(tmp_path):
-    return make_town(tmp_path / "run")
+def testbed(tmp_path):
+    keys = tmp_path / "run" / "keys"
+    keys.mkdir(parents=True)
+    (keys / "root.pub").write_text(ROOT.public)
+    return RunTestbed(tmp_path / "run", tiny_run())
 
 
-def make_town(path, **changes):
-    path.joinpath("keys").mkdir(parents=True)
-    (path / "keys" / "root.pub").write_text(ROOT.public)
-    return Town(path, tiny_run(**changes))
-
-
-def client_of(town, key):
-    path = town.folder.root.parent / f"{key.public[:8]}.key"
+def client_of(testbed, key):
+    path = testbed.folder.root.parent / f"{key.public[:8]}.key"
     if not path.exists():
         save_key(path, key)
-    client = town.client(path)
-    client.run = town.desk.state.run
+    client = testbed.client(path)
+    client.run = testbed.coordinator.state.run
     return client
 
 
-def rotation_of(town, key=NEW, root=ROOT, **changes):
-    state = town.desk.state
+def rotation_of(testbed, key=NEW, root=ROOT, **changes):
+    state = testbed.coordinator.state
     values = (state.run, "main", key.public, state.main.version + 1, len(state.publishers.rotations) + 1)
-    rotation = Rotation(*values, int(town.clock()), "")
+    rotation = Rotation(*values, int(testbed.clock()), "")
     return sign_rotation(msgspec.structs.replace(rotation, **changes), root)
 
 
-async def rotate(town, key=NEW, root=ROOT, **changes):
-    async with client_of(town, root) as client:
-        await client.post_json("/v1/publisher", rotation_of(town, key, root, **changes), t.WriteAck, deadline_s=2.0)
+async def rotate(testbed, key=NEW, root=ROOT, **changes):
+    async with client_of(testbed, root) as client:
+        await client.post_json("/v1/publisher", rotation_of(testbed, key, root, **changes), t.WriteAck, deadline_s=2.0)
 
 
 async def until(holds):
@@ -69,93 +63,85 @@ async def until(holds):
             await asyncio.sleep(0.02)
 
 
-def live_with_rotations(town, *keys, own_files=True):
-    """A whole run, in which the root names the next key after each version."""
-
+def test_a_run_whose_publisher_changes_twice_ends_with_the_weights_of_one_that_kept_its_own(testbed, tmp_path):
     async def rotating():
-        for version, key in enumerate(keys):
-            await until(lambda version=version: town.desk.state.main.version >= version)
-            save_key(town.folder.keys / f"trainer-{key.public[:8]}.key", key)
-            await rotate(town, key)
+        for version, key in enumerate((NEW, NEWER)):
+            await until(lambda version=version: testbed.coordinator.state.main.version >= version)
+            save_key(testbed.folder.keys / f"trainer-{key.public[:8]}.key", key)
+            await rotate(testbed, key)
 
-    async def story():
+    async def scenario():
         async with asyncio.TaskGroup() as group:
             group.create_task(rotating())
-            group.create_task(town.live(town.trainer(), town.validator(), town.worker("one", own_files=own_files)))
+            group.create_task(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("one")))
 
-    asyncio.run(story())
-
-
-def test_a_run_whose_publisher_changes_twice_ends_with_the_weights_of_one_that_kept_its_own(town, tmp_path):
-    live_with_rotations(town, NEW, NEWER)
-    plain = make_town(tmp_path / "plain")
-    asyncio.run(plain.live(plain.trainer(), plain.validator(), plain.worker("one")))
-    assert town.desk.state.main.version == 3 and town.weights() == plain.weights()
-    state = town.desk.state
+    asyncio.run(scenario())
+    assert testbed.coordinator.state.main.version == 3
+    assert testbed.weights() == weights_of_one_file(tiny_run(), tmp_path / "one")
+    state = testbed.coordinator.state
     assert [r.key for r in state.publishers.rotations] == [NEW.public, NEWER.public]
-    assert town.audit().findings == [] and audit_folder(town.folder.root).findings == []
-    newest = town.desk.blobs.get(state.main.versions[3].manifest)
+    assert testbed.audit().findings == [] and audit_folder(testbed.folder.root).findings == []
+    newest = testbed.coordinator.blobs.get(state.main.versions[3].manifest)
     assert signer_of(newest) == NEWER.public
 
 
-def test_the_thief_of_a_replaced_key_sends_no_chunk_no_version_and_no_renewal(town):
-    old = load_or_make_key(town.folder.keys / "trainer.key")
+def test_the_thief_of_a_replaced_key_sends_no_chunk_no_version_and_no_renewal(testbed):
+    old = load_or_make_key(testbed.folder.keys / "trainer.key")
 
-    async def story():
-        trainer = asyncio.create_task(town.trainer().run())
-        await until(lambda: town.desk.state.main.version == 0)
+    async def scenario():
+        trainer = asyncio.create_task(testbed.trainer().run())
+        await until(lambda: testbed.coordinator.state.main.version == 0)
         trainer.cancel()
         await asyncio.wait([trainer])
-        await rotate(town)
-        known = town.desk.kept.manifests[0]
-        async with client_of(town, old) as thief:
+        await rotate(testbed)
+        again = to_json(sign_manifest(testbed.coordinator.kept.manifests[0], old, now=testbed.clock() + 9))
+        async with client_of(testbed, old) as thief:
             for call in (
                 thief.send("PUT", f"/v1/blobs/{digest(b'x')}", b"x", t.WriteAck, deadline_s=2.0),
-                thief.send("POST", "/v1/checkpoints", to_json(sign_manifest(known, old, now=town.clock() + 9)), t.WriteAck,
-                           deadline_s=2.0),
-            ):  # fmt: skip
+                thief.send("POST", "/v1/checkpoints", again, t.WriteAck, deadline_s=2.0),
+            ):
                 with pytest.raises(PeerRefused, match="rotation 1 replaced the trainer key"):
                     await call
-        async with client_of(town, NEW) as publisher:  # the new publisher passes on what the old one signed
-            stale = to_json(sign_manifest(known, old, now=town.clock()))
+        async with client_of(testbed, NEW) as publisher:  # the new publisher passes on what the old one signed
+            stale = to_json(sign_manifest(testbed.coordinator.kept.manifests[0], old, now=testbed.clock()))
             with pytest.raises(PeerError, match="which may not publish"):
                 await publisher.send("POST", "/v1/checkpoints", stale, t.WriteAck, deadline_s=2.0)
 
-    asyncio.run(story())
-    assert town.desk.state.main.version == 0 and town.audit().findings == []
+    asyncio.run(scenario())
+    assert testbed.coordinator.state.main.version == 0 and testbed.audit().findings == []
 
 
-def test_the_new_publisher_signs_again_what_can_still_be_fetched(town):
-    async def story():
-        trainer = asyncio.create_task(town.trainer().run())
-        await until(lambda: town.desk.state.main.version == 0)
-        before = town.desk.state.main.versions[0].manifest
-        save_key(town.folder.keys / "trainer-new.key", NEW)
-        await rotate(town)
-        await until(lambda: town.desk.state.main.versions[0].manifest != before)
+def test_the_new_publisher_signs_again_what_can_still_be_fetched(testbed):
+    async def scenario():
+        trainer = asyncio.create_task(testbed.trainer().run())
+        await until(lambda: testbed.coordinator.state.main.version == 0)
+        before = testbed.coordinator.state.main.versions[0].manifest
+        save_key(testbed.folder.keys / "trainer-new.key", NEW)
+        await rotate(testbed)
+        await until(lambda: testbed.coordinator.state.main.versions[0].manifest != before)
         trainer.cancel()
         await asyncio.wait([trainer])
 
-    asyncio.run(story())
-    state = town.desk.state
-    assert signer_of(town.desk.blobs.get(state.main.versions[0].manifest)) == NEW.public
+    asyncio.run(scenario())
+    state = testbed.coordinator.state
+    assert signer_of(testbed.coordinator.blobs.get(state.main.versions[0].manifest)) == NEW.public
     assert {m.role for m in state.members.values()} == {"trainer"} and len(state.members) == 2
-    assert town.audit().findings == []
+    assert testbed.audit().findings == []
 
 
-def test_a_trainer_without_the_key_that_the_root_named_says_so(town):
-    async def story():
-        trainer = asyncio.create_task(town.trainer().run())
-        await until(lambda: town.desk.state.main.version == 0)
-        await rotate(town)
+def test_a_trainer_without_the_key_that_the_root_named_says_so(testbed):
+    async def scenario():
+        trainer = asyncio.create_task(testbed.trainer().run())
+        await until(lambda: testbed.coordinator.state.main.version == 0)
+        await rotate(testbed)
         with pytest.raises(StateError, match="the root named the publisher"):
             await asyncio.wait_for(trainer, 20.0)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_publication_is_sent_again_if_the_step_beside_it_has_taken_the_new_key(town):
-    trainer, tries = town.trainer(), []
+def test_a_publication_is_sent_again_if_the_step_beside_it_has_taken_the_new_key(testbed):
+    trainer, tries = testbed.trainer(), []
 
     async def work():
         tries.append(trainer.publisher.key.public)
@@ -168,17 +154,17 @@ def test_a_publication_is_sent_again_if_the_step_beside_it_has_taken_the_new_key
     assert tries[1] == NEW.public and len(tries) == 2
 
 
-def test_a_node_takes_no_publishers_of_another_run(town):
+def test_a_node_takes_no_publishers_of_another_run(testbed):
     """The same root may serve two runs: what it named in one is not for the other."""
 
-    async def story():
-        await publish_first(town)
-        worker = town.worker("worker")
+    async def scenario():
+        await publish_first(testbed)
+        worker = testbed.worker("worker")
         async with worker.client:
             await worker.join()
-            await rotate(town)
-            told = other(run_info(town), run="ab" * 16)
-            signed = to_json(sign_manifest(town.desk.kept.manifests[0], NEW, now=town.clock()))
+            await rotate(testbed)
+            told = other(run_info(testbed), run="ab" * 16)
+            signed = to_json(sign_manifest(testbed.coordinator.kept.manifests[0], NEW, now=testbed.clock()))
 
             async def get(path, **more):
                 return signed
@@ -190,30 +176,30 @@ def test_a_node_takes_no_publishers_of_another_run(town):
             with pytest.raises(PeerError, match="the host serves run"):
                 await worker.session.load(0)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_only_the_root_rotates(town):
-    run_key = load_or_make_key(town.folder.keys / "run.key")
-    asyncio.run(publish_first(town))
-    for root in (run_key, load_or_make_key(town.folder.keys / "trainer.key"), THIEF):
+def test_only_the_root_rotates(testbed):
+    run_key = load_or_make_key(testbed.folder.keys / "run.key")
+    asyncio.run(publish_first(testbed))
+    for root in (run_key, load_or_make_key(testbed.folder.keys / "trainer.key"), THIEF):
         with pytest.raises(PeerRefused, match="only the root key"):
-            asyncio.run(rotate(town, NEW, root))
+            asyncio.run(rotate(testbed, NEW, root))
     with pytest.raises(PeerRefused, match="did not sign"):
-        asyncio.run(rotate_with(town, rotation_of(town, NEW, THIEF)))
+        asyncio.run(rotate_with(testbed, rotation_of(testbed, NEW, THIEF)))
     with pytest.raises(PeerRefused, match="is of run"):
-        asyncio.run(rotate(town, run="ab" * 16))
-    assert town.desk.state.publishers.rotations == ()
+        asyncio.run(rotate(testbed, run="ab" * 16))
+    assert testbed.coordinator.state.publishers.rotations == ()
 
 
-async def rotate_with(town, rotation):
-    async with client_of(town, ROOT) as client:
+async def rotate_with(testbed, rotation):
+    async with client_of(testbed, ROOT) as client:
         await client.post_json("/v1/publisher", rotation, t.WriteAck, deadline_s=2.0)
 
 
-async def publish_first(town):
-    trainer = asyncio.create_task(town.trainer().run())
-    await until(lambda: town.desk.state.main.version == 0)
+async def publish_first(testbed):
+    trainer = asyncio.create_task(testbed.trainer().run())
+    await until(lambda: testbed.coordinator.state.main.version == 0)
     trainer.cancel()
     await asyncio.wait([trainer])
 
@@ -222,14 +208,14 @@ async def publish_first(town):
 
 
 @pytest.fixture
-def info(town):
-    asyncio.run(publish_first(town))
-    asyncio.run(rotate(town))
-    return run_info(town)
+def info(testbed):
+    asyncio.run(publish_first(testbed))
+    asyncio.run(rotate(testbed))
+    return run_info(testbed)
 
 
-def run_info(town):
-    return from_json(to_json(StatusBoard(town.desk).info()), RunInfo)
+def run_info(testbed):
+    return from_json(to_json(StatusCache(testbed.coordinator).info()), RunInfo)
 
 
 def other(info, **changes):
@@ -241,7 +227,7 @@ def by(root, info, key, serial=1):
     return sign_rotation(rotation, root)
 
 
-def test_a_node_takes_what_the_root_named_and_what_it_names_later(info, town, tmp_path):
+def test_a_node_takes_what_the_root_named_and_what_it_names_later(info, testbed, tmp_path):
     path, one = tmp_path / "pins.json", info.all_publishers
     assert take_publishers(path, info) == one and one.newest == NEW.public
     two = Publishers(one.first, (*one.rotations, by(ROOT, info, NEWER, 2)))
@@ -282,25 +268,3 @@ def test_a_coordinator_cannot_swap_the_publisher_without_the_root(info, tmp_path
     with pytest.raises(PeerError, match=said):
         take_publishers(path, lie)
     assert path.read_bytes() == pinned
-
-
-def test_a_worker_that_comes_back_refuses_a_rotation_that_was_taken_back(town):
-    """Else a thief who also has the coordinator could use the key that was replaced."""
-    copy = town.folder.root.parent / "before"
-
-    asyncio.run(publish_first(town))
-    shutil.copytree(town.folder.root, copy)
-    asyncio.run(rotate(town))
-    home = town.folder.nodes / "one"
-    asyncio.run(join_once(town))
-    again = Town(copy, tiny_run())
-    shutil.copytree(home, again.folder.nodes / "one")
-    with pytest.raises(PeerError, match="rollback"):
-        asyncio.run(join_once(again))
-
-
-async def join_once(town):
-    home = town.folder.nodes / "one"
-    async with town.client(home / "node.key") as client:
-        key = client.key.public
-        return await open_session(Node(client, key, town.options(home), lambda dtype: LocalEngine(1, dtype)), "worker")

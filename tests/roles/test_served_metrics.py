@@ -5,22 +5,22 @@ import asyncio
 import httpx
 import pytest
 
-from shoal.metrics import MAX_LINE_BYTES, MetricsFollower
-from tests.roles.in_memory_run import URL, Town, tiny_run
+from shoal.step_metrics import MAX_LINE_BYTES, MetricsFollower
+from tests.roles.testbed import URL, RunTestbed, tiny_run
 
 
 @pytest.fixture
 def small(tmp_path):
-    return Town(tmp_path / "run", tiny_run())
+    return RunTestbed(tmp_path / "run", tiny_run())
 
 
-def ask(town, query, **headers):
-    async def story():
-        transport = httpx.ASGITransport(town.app)
+def ask(testbed, query, **headers):
+    async def scenario():
+        transport = httpx.ASGITransport(testbed.app)
         async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
             return await client.get(f"/v1/metrics{query}", headers=headers)
 
-    return asyncio.run(story())
+    return asyncio.run(scenario())
 
 
 def test_lines_after_a_step_are_served_by_step_and_an_unchanged_page_is_not_sent_again(small):

@@ -9,22 +9,23 @@ import httpx
 import pytest
 
 from shoal.cli import main
-from shoal.errors import ConfigError, NothingYet
+from shoal.errors import ConfigError
 from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits
 from shoal.protocol.messages import RelayEntry
 from shoal.protocol.signing import Key
-from shoal.roles.coordinator.calls import application as coordinator
+from shoal.roles.coordinator.routes import application as coordinator
 from shoal.roles.node import serve_chunks
-from shoal.roles.node.node import Node
+from shoal.roles.node.lifecycle import Node
 from shoal.roles.node.serve_chunks import application
 from shoal.roles.node.share_weights import SHARED_VERSIONS, SharedVersions, WeightSharing, sharing
 from shoal.weights.fetch.chunks import sized_chunks
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import RelaySource, held_chunks
+from shoal.weights.fetch.version_directory import VersionFolder
 from shoal.weights.manifest import content_of
 from tests.net.wires import serving
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run
 from tests.weights.checkpoints import Chunks, make_checkpoint, published
 from tests.weights.test_apply_patches import Line
 
@@ -53,28 +54,6 @@ def test_a_node_shares_only_if_it_is_told_to(role, tmp_path, monkeypatch):
     assert main.main([role, "http://host", "--home", str(tmp_path), *url]) == 2 and len(started) == 5
 
 
-def test_a_node_that_is_not_told_to_listens_nowhere_and_offers_nothing(tmp_path, monkeypatch):
-    def listens(*args, **named):
-        raise AssertionError("it listens")
-
-    monkeypatch.setattr("shoal.roles.node.share_weights.listen", listens)
-    town = Town(tmp_path / "run", tiny_run())
-
-    async def story():
-        alice, bert = town.worker("alice"), town.worker("bert")
-        bert.node.share = WeightSharing(bert.client.key, 0, "127.0.0.1")
-        await alice.join()
-        async with sharing(alice.node.share, alice.client, alice.session.shared):
-            assert not alice.session.shared.is_on
-        await bert.join()
-        with pytest.raises(AssertionError, match="it listens"):
-            async with sharing(bert.node.share, bert.client, bert.session.shared):
-                pass
-
-    asyncio.run(asyncio.wait_for(story(), 20))
-    assert not town.desk.relays.challenges.queue and not town.desk.relays.told()
-
-
 def test_a_chunk_is_shared_once_it_is_verified_and_as_long_as_it_is_here(origin, tmp_path):
     manifest = published(make_checkpoint(tmp_path / "checkpoint"), origin)
     shared, seen = SharedVersions(tmp_path / "cache"), []
@@ -83,7 +62,7 @@ def test_a_chunk_is_shared_once_it_is_verified_and_as_long_as_it_is_here(origin,
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
             return await http.get(f"/v1/blobs/{name}")
 
-    async def story():
+    async def scenario():
         app = application(shared, Key.generate(), "run", time.time)
 
         async def look(count: int) -> None:
@@ -91,13 +70,16 @@ def test_a_chunk_is_shared_once_it_is_verified_and_as_long_as_it_is_here(origin,
             seen.append({name for name in sized_chunks(manifest) if (await get(app, name)).status_code == 200})
 
         origin.before = look
-        directory = await fetch(manifest, [origin], tmp_path / "cache", shared=shared)
+        directory = await fetch(manifest, [origin], VersionFolder(tmp_path / "cache"), shared=shared)
         for name in sized_chunks(manifest):
             assert (await get(app, name)).content == origin.held[name]
+        chunks = list(sized_chunks(manifest))
+        assert held_chunks(shared.holdings(content_of(manifest)), chunks) == frozenset(chunks)
         shutil.rmtree(directory)
-        assert (await get(app, next(iter(sized_chunks(manifest))))).status_code == 404
+        assert held_chunks(shared.holdings(content_of(manifest)), chunks) == frozenset()
+        assert (await get(app, chunks[0])).status_code == 404
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert seen[0] == set() and 0 < len(seen[-1]) < len(sized_chunks(manifest))
 
 
@@ -109,12 +91,12 @@ def test_a_version_that_is_fetched_again_is_shared_anew_and_never_as_empty_files
     async def look(count: int) -> None:
         held.append({name for name in sized_chunks(manifest) if name in shared._held[content_of(manifest)]})
 
-    async def story():
-        shutil.rmtree(await fetch(manifest, [origin], tmp_path / "cache", shared=shared))
+    async def scenario():
+        shutil.rmtree(await fetch(manifest, [origin], VersionFolder(tmp_path / "cache"), shared=shared))
         origin.before = look
-        await fetch(manifest, [origin], tmp_path / "cache", shared=shared)
+        await fetch(manifest, [origin], VersionFolder(tmp_path / "cache"), shared=shared)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert held[0] == set() and len(held) == len(sized_chunks(manifest))
 
 
@@ -122,44 +104,28 @@ def test_a_client_fetches_from_a_worker_that_shares(origin, tmp_path):
     manifest = published(make_checkpoint(tmp_path / "checkpoint"), origin)
     shared = SharedVersions(tmp_path / "cache")
 
-    async def story():
-        await fetch(manifest, [origin], tmp_path / "cache", shared=shared)
+    async def scenario():
+        await fetch(manifest, [origin], VersionFolder(tmp_path / "cache"), shared=shared)
         async with serving(application(shared, Key.generate(), "run", time.time), ServerLimits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             source = RelaySource(entry, beside=True)
-            assert (await fetch(manifest, [source], tmp_path / "other")).is_dir()
+            assert (await fetch(manifest, [source], VersionFolder(tmp_path / "other"))).is_dir()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def follow(line: Line, shared: SharedVersions, *versions: int) -> None:
     """A sharing node fetches these versions, one after another."""
     shared.is_on = True
     for version in versions:
-        story = fetch(
-            line.manifests[version], [line.chunks], shared.folder, manifest_of=line.manifest_of, shared=shared
+        scenario = fetch(
+            line.manifests[version],
+            [line.chunks],
+            VersionFolder(shared.folder),
+            manifest_of=line.manifest_of,
+            shared=shared,
         )
-        assert line.has(asyncio.run(story), version)
-
-
-def test_a_node_shares_the_patches_by_which_it_got_its_versions(tmp_path):
-    """Otherwise it has nothing of versions that are published as patches only."""
-    line, shared = Line(tmp_path, anchor_every=6), SharedVersions(tmp_path / "cache", 1 << 20)
-    follow(line, shared, 0, 1, 2, 5)
-
-    async def story():
-        async with serving(application(shared, Key.generate(), "run", time.time), ServerLimits()) as port:
-            entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
-            for last in (2, 5):  # a newcomer has version 0, and takes all patches from the node that shares
-                source = RelaySource(entry, beside=True)
-                await fetch(line.manifests[0], [line.chunks], tmp_path / f"other-{last}")
-                line.chunks.asked.clear()
-                directory = await fetch(
-                    line.manifests[last], [source], tmp_path / f"other-{last}", manifest_of=line.manifest_of
-                )
-                assert line.has(directory, last)
-
-    asyncio.run(asyncio.wait_for(story(), 20))
+        assert line.has(asyncio.run(scenario), version)
 
 
 def test_few_patches_are_kept_for_others_and_none_after_a_restart(tmp_path):
@@ -182,23 +148,16 @@ def test_few_patches_are_kept_for_others_and_none_after_a_restart(tmp_path):
     assert not list((tmp_path / "cache" / ".patches").iterdir())
 
 
-def test_a_node_does_not_say_that_it_has_what_was_deleted(origin, tmp_path):
-    manifest = published(make_checkpoint(tmp_path / "checkpoint"), origin)
-    shared = SharedVersions(tmp_path / "cache")
-    directory = asyncio.run(fetch(manifest, [origin], tmp_path / "cache", shared=shared))
-    chunks = list(sized_chunks(manifest))
-    assert held_chunks(shared.holdings(content_of(manifest)), chunks) == frozenset(chunks)
-    shutil.rmtree(directory)
-    assert held_chunks(shared.holdings(content_of(manifest)), chunks) == frozenset()
-
-
 def test_a_sharing_node_is_listed_when_the_coordinator_reached_it_and_not_before(tmp_path):
-    town, key = Town(tmp_path / "run", tiny_run()), Key.generate()
+    testbed, key = RunTestbed(tmp_path / "run", tiny_run()), Key.generate()
 
-    async def story():
-        relays, url = town.desk.relays, "http://127.0.0.1"
-        async with serving(coordinator(town.desk), ServerLimits()) as port:
-            client, shared = Client(f"{url}:{port}", key, run=town.desk.state.run), SharedVersions(tmp_path / "weights")
+    async def scenario():
+        relays, url = testbed.coordinator.relays, "http://127.0.0.1"
+        async with serving(coordinator(testbed.coordinator), ServerLimits()) as port:
+            client, shared = (
+                Client(f"{url}:{port}", key, run=testbed.coordinator.state.run),
+                SharedVersions(tmp_path / "weights"),
+            )
             async with client, sharing(WeightSharing(key, 0, "127.0.0.1"), client, shared), asyncio.timeout(10):
                 while not relays.challenges.queue:
                     await asyncio.sleep(0.02)
@@ -211,12 +170,7 @@ def test_a_sharing_node_is_listed_when_the_coordinator_reached_it_and_not_before
             assert entry.key == key.public
             working.cancel()
 
-    asyncio.run(asyncio.wait_for(story(), 30))
-
-
-def test_a_chunk_that_is_not_here_is_not_served(tmp_path):
-    with pytest.raises(NothingYet, match="ask another source"):
-        SharedVersions(tmp_path).serve("0" * 64)
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_serving_and_offering_that_end_are_told_and_start_again(tmp_path, monkeypatch, caplog):
@@ -245,7 +199,7 @@ def test_serving_and_offering_that_end_are_told_and_start_again(tmp_path, monkey
     monkeypatch.setattr(serve_chunks, "http_server", http_server)
     monkeypatch.setattr(serve_chunks, "offer", offer)
 
-    async def story():
+    async def scenario():
         key, shared = Key.generate(), SharedVersions(tmp_path)
         client = Client("http://127.0.0.1:1", key, run="run")
         async with client, sharing(WeightSharing(key, 0, "127.0.0.1"), client, shared), httpx.AsyncClient() as http:
@@ -255,7 +209,7 @@ def test_serving_and_offering_that_end_are_told_and_start_again(tmp_path, monkey
                     with contextlib.suppress(httpx.ConnectError):
                         return (await http.get(f"http://127.0.0.1:{offers[0]}/healthz")).text
 
-    assert asyncio.run(asyncio.wait_for(story(), 20)) == "ok\n"
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == "ok\n"
     told = [record.message for record in caplog.records if "it starts again" in record.message]
     assert len(set(offers)) == 1 and len(told) == 4
     assert sum("OSError: too many files" in line for line in told) == 1
@@ -263,11 +217,11 @@ def test_serving_and_offering_that_end_are_told_and_start_again(tmp_path, monkey
 
 
 def test_a_node_that_leaves_prints_no_traceback_of_its_server(tmp_path, capfd):
-    async def story():
+    async def scenario():
         client = Client("http://127.0.0.1:1", Key.generate(), run="run")
         share = WeightSharing(client.key, 0, "127.0.0.1")
         async with client, sharing(share, client, SharedVersions(tmp_path)):
             await asyncio.sleep(0.3)
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))
     assert "Traceback" not in capfd.readouterr().err

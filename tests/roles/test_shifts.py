@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.roles.node import device_queue
-from shoal.roles.node.device_queue import ExclusiveDevice, Queue, SharedDevice, shift_of
+from shoal.roles.node.device_queue import Queue, SharedDevice, Shift, shift_of
 
 
 class Weights:
@@ -43,15 +43,6 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_a_process_that_is_alone_moves_nothing(tmp_path: Path) -> None:
-    shift, weights = process(tmp_path, "trainer")
-    for _ in range(3):
-        with shift.held():
-            assert weights.here
-        time.sleep(0.02)
-    assert weights.here and not weights.moves
-
-
 def test_one_without_work_makes_room_as_soon_as_another_waits(tmp_path: Path) -> None:
     """Else a trainer that waits for a batch would keep out the worker that makes it."""
     (trainer, its), (worker, theirs) = process(tmp_path, "trainer"), process(tmp_path, "worker")
@@ -61,24 +52,6 @@ def test_one_without_work_makes_room_as_soon_as_another_waits(tmp_path: Path) ->
         assert theirs.here and not its.here
     with trainer.held():
         assert its.here and not theirs.here
-
-
-def test_work_is_finished_before_another_begins(tmp_path: Path) -> None:
-    (trainer, its), (worker, _) = process(tmp_path, "trainer"), process(tmp_path, "worker")
-    begun = threading.Event()
-
-    def wait() -> None:
-        with worker.held():
-            begun.set()
-
-    with trainer.held():
-        thread = threading.Thread(target=wait)
-        thread.start()
-        until(lambda: worker._asked is not None)
-        time.sleep(0.05)
-        assert its.here and not begun.is_set()
-    thread.join(10)
-    assert begun.is_set() and not its.here
 
 
 def test_one_with_much_work_is_followed_by_those_who_wait(tmp_path: Path) -> None:
@@ -148,7 +121,7 @@ def test_a_pause_that_cannot_come_back_ends_its_work_once(tmp_path: Path) -> Non
 def test_works_of_one_process_share_its_shift_but_not_while_others_wait(tmp_path: Path) -> None:
     """A worker begins a lease before the last one has ended: without end, if it may."""
 
-    async def story() -> list[str]:
+    async def scenario() -> list[str]:
         (worker, _), (trainer, _) = process(tmp_path, "worker"), process(tmp_path, "trainer")
         order: list[str] = []
 
@@ -177,11 +150,11 @@ def test_works_of_one_process_share_its_shift_but_not_while_others_wait(tmp_path
         await asyncio.gather(*tasks)
         return order
 
-    assert asyncio.run(story())[2:] == ["step", "2"]
+    assert asyncio.run(scenario())[2:] == ["step", "2"]
 
 
 def test_who_is_told_to_stop_waits_no_longer(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         (trainer, _), (worker, _), (validator, _) = (process(tmp_path, name) for name in ("t", "w", "v"))
 
         async def work() -> None:
@@ -199,11 +172,11 @@ def test_who_is_told_to_stop_waits_no_longer(tmp_path: Path) -> None:
         async with validator.on():
             pass
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_shift_that_began_for_a_cancelled_work_ends(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         (worker, weights), (trainer, _) = process(tmp_path, "worker"), process(tmp_path, "trainer")
         coming, come = threading.Event(), threading.Event()
 
@@ -228,20 +201,8 @@ def test_a_shift_that_began_for_a_cancelled_work_ends(tmp_path: Path) -> None:
             async with trainer.on():
                 pass
 
-    asyncio.run(story())
-
-
-def test_a_wait_is_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    (trainer, _), (worker, _) = process(tmp_path, "trainer"), process(tmp_path, "worker")
-    with trainer.held():
-        thread = threading.Thread(target=lambda: worker._wait())
-        thread.start()
-        until(lambda: worker._asked is not None)
-    thread.join(10)
-    said = [record.message for record in caplog.records]
-    assert said[0] == "waits for the device behind=trainer" and said[1].startswith("has the device after=0.")
+    asyncio.run(scenario())
 
 
 def test_without_a_folder_a_process_has_its_device_to_itself() -> None:
-    assert isinstance(shift_of(None, "trainer"), ExclusiveDevice)
+    assert type(shift_of(None, "trainer")) is Shift

@@ -7,14 +7,14 @@ import msgspec
 import pytest
 
 from shoal.ledger.batches import GroupAccepted
+from shoal.ledger.status import batch_of
 from shoal.ledger.verdicts import VerdictGiven
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import from_msgpack
-from shoal.roles.auditor.recompute import GroupChoice, examine
-from shoal.roles.coordinator.status import batch_of
-from shoal.runs.replay import open_run
+from shoal.roles.auditor.rejudge_groups import GroupChoice, examine
+from shoal.runs.run_reader import open_run
 from tests.roles.forgery import forged
-from tests.roles.in_memory_run import Town, tiny_run, weights_of_one_file
+from tests.roles.testbed import RunTestbed, tiny_run, weights_of_one_file
 
 EVEN = """
 from shoal.env import Env, Step
@@ -47,7 +47,7 @@ class Even(Env):
 environment = Even
 """
 """Each of two turns earns half where its text has an even number of characters: so every group has a signal."""
-SUMS = str(Path(__file__).parents[2] / "environments" / "running-sums" / "environment.py")
+SUMS = str(Path(__file__).parents[2] / "examples" / "environments" / "running-sums" / "environment.py")
 TURNS = {"algorithm": {"name": "composition", "credit": {"name": "turns"}}}
 STEPS = {"algorithm": {"name": "composition", "credit": {"name": "steps", "most": 3}}}
 CRITIC = {"algorithm": {"name": "ppo", "advantage": "gae", "credit": {"name": "turns"}}, "critic": {"lr": 1e-3}}
@@ -68,13 +68,15 @@ def credit_run(tmp_path, train=TURNS, turns=True, **changes):
 
 
 def lived(tmp_path, config, workers=2):
-    town = Town(tmp_path / "run", config)
-    asyncio.run(town.live(town.trainer(), town.validator(), *(town.worker(f"worker-{i}") for i in range(workers))))
-    return town
+    testbed = RunTestbed(tmp_path / "run", config)
+    asyncio.run(
+        testbed.live(testbed.trainer(), testbed.validator(), *(testbed.worker(f"worker-{i}") for i in range(workers)))
+    )
+    return testbed
 
 
-def accepted(town):
-    return [entry.body for entry in town.audit().entries if isinstance(entry.body, GroupAccepted)]
+def accepted(testbed):
+    return [entry.body for entry in testbed.audit().entries if isinstance(entry.body, GroupAccepted)]
 
 
 @pytest.mark.parametrize(
@@ -83,28 +85,21 @@ def accepted(town):
 )
 def test_a_run_that_credits_turns_or_steps_has_the_bytes_of_one_file(tmp_path, train, turns):
     config = credit_run(tmp_path, train, turns)
-    town = lived(tmp_path, config)
-    assert town.weights() == weights_of_one_file(config, tmp_path / "one")
-    assert town.audit().findings == []
-    assert all(len(one.steps) == 8 and all(one.steps) for one in accepted(town))
-    assert max(len(steps) for one in accepted(town) for steps in one.steps) in (2, 3)
-    for member in batch_of(town.desk.state, 0).groups:
-        body = from_msgpack(town.desk.blobs.get(member.submission), t.Submission).groups[member.index]
+    testbed = lived(tmp_path, config)
+    assert testbed.weights() == weights_of_one_file(config, tmp_path / "one")
+    plain = credit_run(tmp_path, {"algorithm": {"name": "composition"}}, turns)
+    assert testbed.weights() != weights_of_one_file(plain, tmp_path / "plain"), "the credit changes what is learned"
+    assert testbed.audit().findings == []
+    assert all(len(one.steps) == 8 and all(one.steps) for one in accepted(testbed))
+    assert max(len(steps) for one in accepted(testbed) for steps in one.steps) in (2, 3)
+    for member in batch_of(testbed.coordinator.state, 0).groups:
+        body = from_msgpack(testbed.coordinator.blobs.get(member.submission), t.Submission).groups[member.index]
         rollouts = from_msgpack(body, t.Group).rollouts
         assert [steps[-1].end for steps in member.steps] == [len(rollout.author) - 1 for rollout in rollouts]
-    with open_run(town.folder.root) as run:
+    with open_run(testbed.folder.root) as run:
         run.catch_up()
         read = run.group(run.place_of(member.version, member.slot))
     assert {rollout.advantage is not None for rollout in read.rollouts} == {train is not CRITIC}
-
-
-def test_the_credit_changes_what_is_learned(tmp_path):
-    """The same rewards without it give other weights: a run that ignored the steps would not be noticed otherwise."""
-    found = {
-        name: weights_of_one_file(credit_run(tmp_path, train), tmp_path / name)
-        for name, train in (("turns", TURNS), ("plain", {"algorithm": {"name": "composition"}}))
-    }
-    assert found["turns"] != found["plain"]
 
 
 def moved(group):
@@ -130,10 +125,10 @@ def shifted(lines):
 
 
 def test_an_auditor_finds_reward_that_was_moved_between_turns(tmp_path):
-    town = lived(tmp_path, credit_run(tmp_path, steps=1), workers=1)
-    assert any(moved(one).steps != one.steps for one in accepted(town))
-    found = asyncio.run(examine(str(town.folder.root), GroupChoice(), 1, own_files=True))
+    testbed = lived(tmp_path, credit_run(tmp_path, steps=1), workers=1)
+    assert any(moved(one).steps != one.steps for one in accepted(testbed))
+    found = asyncio.run(examine(str(testbed.folder.root), GroupChoice(), 1, own_files=True))
     assert found.disagreements == [] and found.groups
-    place = forged(town.folder.root, tmp_path / "moved", shifted)
+    place = forged(testbed.folder.root, tmp_path / "moved", shifted)
     said = asyncio.run(examine(str(place), GroupChoice(), 1, own_files=True)).disagreements
     assert any("steps of rollout" in line for line in said), said

@@ -12,7 +12,7 @@ from shoal.envs.isolated.connection import EnvProcessExited
 from shoal.ledger.batches import SlotVoid
 from shoal.ledger.leases import LeaseLapsed
 from shoal.verification.verify import STOPPED
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run
 
 SOURCE = """
 import contextlib, os, time
@@ -52,7 +52,7 @@ def environment(folder, deaths=0, how="dies"):
 """
 
 
-def town_of(folder: Path, deaths: int, how: str = "dies", **changes: Any) -> Town:
+def testbed_of(folder: Path, deaths: int, how: str = "dies", **changes: Any) -> RunTestbed:
     """A run of one or two steps on the environment above, which dies so often in all processes together."""
     (folder / "deaths").mkdir(parents=True)
     path = folder.parent / "stops.py"
@@ -60,16 +60,16 @@ def town_of(folder: Path, deaths: int, how: str = "dies", **changes: Any) -> Tow
     args = {"folder": str(folder / "deaths"), "deaths": deaths, "how": how}
     sizes = {"group_size": 4, "block_rollouts": 8, "batch_groups": 6, "lease_s": 5.0}
     tree = {"steps": 1, "envs": [{"name": str(path), "label": "stops", "args": args}], "rollouts": sizes} | changes
-    return Town(folder / "run", tiny_run(**tree))
+    return RunTestbed(folder / "run", tiny_run(**tree))
 
 
-def lapses(town: Town) -> list[str]:
-    return [entry.body.cause for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
+def lapses(testbed: RunTestbed) -> list[str]:
+    return [entry.body.cause for entry in testbed.audit().entries if isinstance(entry.body, LeaseLapsed)]
 
 
-def nobody_is_blamed(town: Town) -> bool:
-    members = town.desk.state.members.values()
-    return town.audit().findings == [] and all(m.refused == m.failures == 0 for m in members)
+def nobody_is_blamed(testbed: RunTestbed) -> bool:
+    members = testbed.coordinator.state.members.values()
+    return testbed.audit().findings == [] and all(m.refused == m.failures == 0 for m in members)
 
 
 def test_a_dead_environment_is_a_lapse_and_the_same_block_gives_the_same_bytes(
@@ -79,11 +79,11 @@ def test_a_dead_environment_is_a_lapse_and_the_same_block_gives_the_same_bytes(
     worker says at the first death, and the host once the block is back, which call it was."""
     weights = []
     for name, deaths in (("whole", 0), ("stopped", 2)):
-        town = town_of(tmp_path / name, deaths)
-        asyncio.run(town.live(town.worker("one"), town.worker("two"), town.validator(), town.trainer()))
-        assert lapses(town) == ["stopped"] * (deaths // 2) and nobody_is_blamed(town)
-        assert sum(member.lapsed for member in town.desk.state.members.values()) == deaths // 2, "at its cost"
-        weights.append(town.weights())
+        testbed = testbed_of(tmp_path / name, deaths)
+        asyncio.run(testbed.live(testbed.worker("one"), testbed.worker("two"), testbed.validator(), testbed.trainer()))
+        assert lapses(testbed) == ["stopped"] * (deaths // 2) and nobody_is_blamed(testbed)
+        assert sum(member.lapsed for member in testbed.coordinator.state.members.values()) == deaths // 2, "at its cost"
+        weights.append(testbed.weights())
     assert weights[0] == weights[1]
     why = r"step\(\) or score\(\) of task \d+: its process was ended: it was ended by signal 9 \(SIGKILL\)"
     assert re.search(rf"WARNING +envs:.* stops: {why}.*one more try", caplog.text)
@@ -95,20 +95,20 @@ def test_a_dead_environment_is_a_lapse_and_the_same_block_gives_the_same_bytes(
 
 @pytest.mark.slow
 def test_at_staleness_0_a_run_of_one_worker_whose_environment_stops_waits_for_its_host(tmp_path: Path) -> None:
-    town = town_of(tmp_path / "run", 1000, rollouts={"group_size": 4, "block_rollouts": 8, "lease_s": 5.0})
+    testbed = testbed_of(tmp_path / "run", 1000, rollouts={"group_size": 4, "block_rollouts": 8, "lease_s": 5.0})
 
     async def live() -> None:
-        living = asyncio.create_task(town.live(town.worker("one"), town.validator(), town.trainer()))
-        while not hasattr(town, "desk") or town.desk.state.phase != "paused":
+        living = asyncio.create_task(testbed.live(testbed.worker("one"), testbed.validator(), testbed.trainer()))
+        while not hasattr(testbed, "coordinator") or testbed.coordinator.state.phase != "paused":
             await asyncio.sleep(0.05)
         living.cancel()
         await asyncio.gather(living, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(live(), 120))
     assert re.match(
-        r"environment faults: a call .*, in task \d+ of stops and 1 more, and no", town.desk.state.pause_cause
+        r"environment faults: a call .*, in task \d+ of stops and 1 more, and no", testbed.coordinator.state.pause_cause
     )
-    assert lapses(town)[:4] == ["stopped"] * 4 and nobody_is_blamed(town)
+    assert lapses(testbed)[:4] == ["stopped"] * 4 and nobody_is_blamed(testbed)
 
 
 @pytest.mark.slow
@@ -116,20 +116,23 @@ def test_a_block_that_stops_wherever_it_is_played_is_void_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sizes = {"group_size": 4, "block_rollouts": 8, "batch_groups": 2, "lease_s": 5.0, "max_staleness": 1}
-    town = town_of(tmp_path / "run", 1000, rollouts=sizes)
-    worker = town.worker("one")
-    asyncio.run(town.live(worker, town.validator(), town.trainer()))
-    voids = [entry.body for entry in town.audit().entries if isinstance(entry.body, SlotVoid)]
-    assert {void.cause for void in voids} == {"stopped"} and nobody_is_blamed(town)
-    assert len(lapses(town)) >= town.desk.state.law.block_workers == 4 and town.desk.state.phase == "ended"
+    testbed = testbed_of(tmp_path / "run", 1000, rollouts=sizes)
+    worker = testbed.worker("one")
+    asyncio.run(testbed.live(worker, testbed.validator(), testbed.trainer()))
+    voids = [entry.body for entry in testbed.audit().entries if isinstance(entry.body, SlotVoid)]
+    assert {void.cause for void in voids} == {"stopped"} and nobody_is_blamed(testbed)
+    assert (
+        len(lapses(testbed)) >= testbed.coordinator.state.law.block_workers == 4
+        and testbed.coordinator.state.phase == "ended"
+    )
     assert re.search(r'void slots: worker "one" .* says "stops: .*SIGKILL.*; task \d+ of stops and 1 more', caplog.text)
 
 
 def test_a_validator_whose_environment_dies_accuses_nobody(tmp_path: Path) -> None:
     """The environment lives while the worker plays, and dies from then on."""
     sizes = {"group_size": 4, "block_rollouts": 8, "batch_groups": 2, "lease_s": 5.0}
-    town = town_of(tmp_path / "run", 0, rollouts=sizes)
-    validator = town.validator()
+    testbed = testbed_of(tmp_path / "run", 0, rollouts=sizes)
+    validator = testbed.validator()
 
     async def kill() -> None:
         while not hasattr(validator, "session"):
@@ -147,30 +150,35 @@ def test_a_validator_whose_environment_dies_accuses_nobody(tmp_path: Path) -> No
     async def live() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(kill())
-            await town.live(town.worker("one"), validator, town.trainer())
+            await testbed.live(testbed.worker("one"), validator, testbed.trainer())
 
     asyncio.run(live())
-    assert nobody_is_blamed(town)
-    voids = [entry.body for entry in town.audit().entries if isinstance(entry.body, SlotVoid)]
+    assert nobody_is_blamed(testbed)
+    voids = [entry.body for entry in testbed.audit().entries if isinstance(entry.body, SlotVoid)]
     assert voids and all(void.cause == f"replay: {STOPPED}" for void in voids)
 
 
 def test_an_exit_ends_its_rollout_and_no_role(tmp_path: Path) -> None:
-    town = town_of(tmp_path / "run", 0, "exits", rollouts={"group_size": 4, "block_rollouts": 8, "batch_groups": 2})
-    worker = town.worker("one")
+    testbed = testbed_of(
+        tmp_path / "run", 0, "exits", rollouts={"group_size": 4, "block_rollouts": 8, "batch_groups": 2}
+    )
+    worker = testbed.worker("one")
     worker.clock = lambda: time.time() - 50  # clocks differ
-    asyncio.run(town.live(worker, town.validator(), town.trainer()))
-    assert nobody_is_blamed(town) and lapses(town) == []
+    asyncio.run(testbed.live(worker, testbed.validator(), testbed.trainer()))
+    assert nobody_is_blamed(testbed) and lapses(testbed) == []
     assert abs(worker.due - time.monotonic()) < 30, "counted from when the lease came"
 
 
 def test_who_is_told_to_stop_leaves_a_hanging_step_at_once(tmp_path: Path) -> None:
-    town = town_of(tmp_path / "run", 1000, "hangs")
-    worker = town.worker("one")
+    testbed = testbed_of(tmp_path / "run", 1000, "hangs")
+    worker = testbed.worker("one")
 
     async def live() -> float:
         working = asyncio.create_task(worker.run())
-        validating, training = asyncio.create_task(town.validator().run()), asyncio.create_task(town.trainer().run())
+        validating, training = (
+            asyncio.create_task(testbed.validator().run()),
+            asyncio.create_task(testbed.trainer().run()),
+        )
         while len(list((tmp_path / "run" / "deaths").iterdir())) < 2:
             await asyncio.sleep(0.05)
         began = time.monotonic()
@@ -181,4 +189,4 @@ def test_who_is_told_to_stop_leaves_a_hanging_step_at_once(tmp_path: Path) -> No
         return time.monotonic() - began
 
     assert asyncio.run(live()) < 6
-    assert {*lapses(town)} == {"returned"}
+    assert {*lapses(testbed)} == {"returned"}

@@ -10,9 +10,10 @@ import pytest
 from shoal.engine.native import LocalEngine
 from shoal.errors import ConfigError
 from shoal.roles.node import lease_client
+from shoal.roles.node.device_queue import is_parkable
 from shoal.roles.node.throttle import Allowance, BoundedEngine, Hours, cpu_time_s
 from tests.envs.conftest import FakeEngine
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run
 
 BERLIN = ZoneInfo("Europe/Berlin")
 
@@ -129,21 +130,19 @@ def test_threads_follow_the_share_of_the_cores() -> None:
     assert [Allowance(cpu_share=share, cores=8).threads() for share in (0.01, 0.25, 0.5, 0.99)] == [1, 2, 4, 7]
 
 
-def test_a_bounded_engine_says_what_its_engine_says_and_changes_versions_in_place_if_it_can() -> None:
-    from shoal.engine.interface import is_in_place
-
+def test_a_bounded_engine_says_what_its_engine_says_and_is_parked_if_it_can_be() -> None:
     plain, bounded = LocalEngine(1), BoundedEngine(LocalEngine(1), Allowance(cpu_share=0.5))
-    assert bounded.facts == plain.facts and bounded.version == -1 and is_in_place(bounded)
-    assert not is_in_place(BoundedEngine(FakeEngine(), Allowance(cpu_share=0.5)))
+    assert bounded.facts == plain.facts and bounded.version == -1 and is_parkable(bounded)
+    assert not is_parkable(BoundedEngine(FakeEngine(), Allowance(cpu_share=0.5)))
 
 
 def test_a_paused_worker_finishes_what_it_holds_takes_nothing_and_loses_nothing(tmp_path) -> None:
-    town = Town(tmp_path / "run", tiny_run(rollouts={"lease_s": 60.0}))
-    worker = town.worker("mine")
+    testbed = RunTestbed(tmp_path / "run", tiny_run(rollouts={"lease_s": 60.0}))
+    worker = testbed.worker("mine")
     seen: list[tuple[int, int]] = []
 
     def state():
-        return town.desk.state
+        return testbed.coordinator.state
 
     async def user() -> None:
         while not any(node.accepted for node in state().members.values()):
@@ -157,38 +156,38 @@ def test_a_paused_worker_finishes_what_it_holds_takes_nothing_and_loses_nothing(
         seen.append((state().members[worker.key].leases, len(state().open_leases_of(worker.key))))
         worker.node.allowance.resume()
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(user())
-            await town.live(town.trainer(), town.validator(), worker)
+            await testbed.live(testbed.trainer(), testbed.validator(), worker)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     member = state().members[worker.key]
     assert seen[0] == seen[1] and seen[0][1] == 0, "it holds nothing, and takes nothing"
     assert member.lapsed == 0 and member.unfilled == 0 and member.refused == 0 and state().phase == "ended"
-    assert town.audit().findings == []
+    assert testbed.audit().findings == []
 
 
 def test_a_worker_that_rests_learns_that_the_run_has_ended(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(lease_client, "ASK_EVERY_S", 0.0)
-    town = Town(tmp_path / "run", tiny_run())
-    resting = town.worker("resting")
+    testbed = RunTestbed(tmp_path / "run", tiny_run())
+    resting = testbed.worker("resting")
     resting.node.allowance.pause()
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("working"), resting, limit_s=60.0))
-    assert town.desk.state.phase == "ended" and town.desk.state.members[resting.key].leases == 0
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("working"), resting, limit_s=60.0))
+    assert testbed.coordinator.state.phase == "ended" and testbed.coordinator.state.members[resting.key].leases == 0
 
 
 @pytest.mark.slow
 def test_a_worker_with_a_tenth_of_the_cpu_is_slow_and_honest(tmp_path) -> None:
-    town = Town(tmp_path / "run", tiny_run(rollouts={"lease_s": 60.0}))
-    worker = town.worker("slow")
+    testbed = RunTestbed(tmp_path / "run", tiny_run(rollouts={"lease_s": 60.0}))
+    worker = testbed.worker("slow")
     worker.node.allowance = Allowance(cpu_share=0.1, cores=1)
     make = worker.node.make_engine
     worker.node.make_engine = lambda dtype, **named: BoundedEngine(make(dtype, **named), worker.node.allowance)
-    asyncio.run(town.live(town.trainer(), town.validator(), worker))
-    member = town.desk.state.members[worker.key]
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), worker))
+    member = testbed.coordinator.state.members[worker.key]
     assert member.accepted > 0 and member.lapsed == member.refused == member.unfilled == 0
-    assert town.audit().findings == []
+    assert testbed.audit().findings == []
 
 
 @pytest.mark.slow

@@ -337,15 +337,6 @@ try:
 except OSError as error: print(error)
 if number > 5000: escaped(number)
 """),
-        Probe("disk", "many directories, one in another", """
-number = 0
-try:
-    while number < 10**5:
-        os.mkdir('d'); os.chdir('d')
-        number += 1
-except OSError as error: print(error)
-if number > 5000: escaped(number)
-"""),
         Probe("disk", "files that have no name any more", """
 size = 0
 try:
@@ -384,7 +375,6 @@ if os.fork() == 0:
 print('done')
 """, ends="ended"),
         Probe("time", "a stopped process", "import signal\nos.kill(os.getpid(), signal.SIGSTOP)", ends="timeout", short=True),
-        Probe("time", "input that never comes", "import select\nselect.select([], [], [])", ends="timeout", short=True),
     ]  # fmt: skip
 
 
@@ -392,8 +382,6 @@ def _output() -> list[Probe]:
     return [
         Probe("output", "standard output", "for _ in range(20000): print('x' * 100)", ends="ended"),
         Probe("output", "standard error", "for _ in range(20000): print('x' * 100, file=sys.stderr)", ends="ended"),
-        Probe("output", "one line", "sys.stdout.write('x' * 20_000_000)", ends="ended"),
-        Probe("output", "bytes of no encoding", "os.write(1, bytes(range(256)) * 1000)", ends="ended"),
         Probe("output", "without end", "while True: os.write(1, b'x' * 65536)", ends="timeout", short=True),
         Probe("output", "many writers", """
 for _ in range(6):

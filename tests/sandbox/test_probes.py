@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.sandbox.cgroups import processes_of, taken_bytes
 from shoal.sandbox.limits import Ended, Outcome, Stopped
 from shoal.sandbox.pool import Pool
-from shoal.sandbox.usage import processes_of, taken_bytes
 from tests.sandbox.needs import needs_bubblewrap
 from tests.sandbox.probes import LIBC, PROBES, SHORT_S, SMALL, Probe
 

@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.config import TrainConfig
+from shoal.config import SamplingConfig, TrainConfig
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.algorithm_config import narrowest_bound
 from shoal.train.learner import Learner
-from shoal.train.loss import TokenTerms, objective_of
-from shoal.train.loss_weights import averaged, normalised
+from shoal.train.loss import TokenTerms, averaged, normalised, objective_of
 
 CONFIG = TrainConfig(lr=1e-2, warmup_steps=2, microbatch_tokens=96)
 
 
 def learner_of(model, algorithm, **train):
     config = msgspec.structs.replace(CONFIG, algorithm=algorithm, **train)
-    return Learner(model, config, temperature=0.7, steps=10, max_tokens=24)
+    return Learner(model, config, SamplingConfig(temperature=0.7, max_tokens=24), steps=10)
 
 
 def gradients_of(learner, rows):

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algos.gae import gae
-from shoal.config import CriticConfig, TrainConfig
+from shoal.algos.advantages import gae
+from shoal.config import CriticConfig, SamplingConfig, TrainConfig
 from shoal.models.value_head import HEAD, TransformerWithValueHead
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.algorithm_config import Grpo
 from shoal.train.checkpoint import load_state, save_state
 from shoal.train.critic import Critic, credited, critic_of, explained_share
 from shoal.train.learner import LARGEST, Learner
-from shoal.train.loss_weights import normalised
-from shoal.train.packing_flat import plan
-from shoal.train.row_codec import bytes_of, row_of
+from shoal.train.loss import normalised
+from shoal.train.microbatches import plan
+from shoal.train.rows import bytes_of, row_of
 
 CONFIG = TrainConfig(
     lr=1e-2, warmup_steps=0, microbatch_tokens=96, algorithm=c.Ppo(advantage="gae"), updates_per_batch=2, minibatches=2,
@@ -37,7 +37,7 @@ def learner_of(make_model, of_torch=torch.float32, **changes):
         return model
 
     critic = critic_of(config, begin)
-    return Learner(make_model().to(of_torch), config, temperature=1.0, steps=6, critic=critic)
+    return Learner(make_model().to(of_torch), config, SamplingConfig(), steps=6, critic=critic)
 
 
 def grouped(rows):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.config import TrainConfig
+from shoal.config import SamplingConfig, TrainConfig
 from shoal.protocol.algorithm_config import Grpo
 from shoal.train.learner import Learner
 from tests.fake_device import values_are_zeros
@@ -31,7 +31,7 @@ def update_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recompute", ["none", "layers"])
 def test_a_step_stays_on_the_device_of_the_model(make_model, make_rows, monkeypatch, recompute) -> None:
     config = TrainConfig(microbatch_tokens=96, recompute=recompute, algorithm=Grpo(entropy_bonus=0.05))
-    learner, rows = Learner(make_model().to("meta"), config, temperature=0.7, steps=10), make_rows(6)
+    learner, rows = Learner(make_model().to("meta"), config, SamplingConfig(temperature=0.7), steps=10), make_rows(6)
     with values_are_zeros(monkeypatch):
         metrics = learner.step(rows, 0)
         logp = learner.logprobs(rows)
@@ -41,8 +41,8 @@ def test_a_step_stays_on_the_device_of_the_model(make_model, make_rows, monkeypa
 
 
 def test_a_state_goes_to_the_device_of_the_model(make_model, make_rows, monkeypatch) -> None:
-    saved = Learner(make_model(), TrainConfig(), temperature=1.0, steps=10).state(3)
-    learner = Learner(make_model(1).to("meta"), TrainConfig(), temperature=1.0, steps=10)
+    saved = Learner(make_model(), TrainConfig(), SamplingConfig(), steps=10).state(3)
+    learner = Learner(make_model(1).to("meta"), TrainConfig(), SamplingConfig(), steps=10)
     with values_are_zeros(monkeypatch):
         learner.restore(saved)
     assert all(parameter.is_meta for parameter in learner.model.parameters())

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from shoal.algos.loss_averaging import token_weights
-from shoal.launch.pipeline.training_examples import _left
+from shoal.algos.losses import token_weights
+from shoal.launch.pipeline.rollout_selection import _left
 from shoal.ledger.batches import GroupAccepted
-from shoal.ledger.group_signal import advantages, advantages_by_step, teaches
+from shoal.ledger.group_advantages import advantages, advantages_by_step, teaches
 from shoal.protocol.algorithm_config import Composition, Grpo, Steps, Turns, Vine
-from shoal.protocol.audit_selection import influence
+from shoal.protocol.audit_and_pay import influence
 from shoal.protocol.encoding import digest, to_msgpack
 from shoal.protocol.messages import BatchGroup, Faults, Group, StepReward, make_rollout
 from shoal.train.batch_filter import select
-from shoal.train.loss_weights import averaged
+from shoal.train.loss import averaged
 from shoal.train.rows import rows_of_group
 from shoal.train.token_advantages import credit
 

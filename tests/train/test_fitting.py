@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.config import TrainConfig
+from shoal.config import SamplingConfig, TrainConfig
 from shoal.errors import StateError
 from shoal.train import learner as step_file
 from shoal.train.learner import Learner
@@ -19,7 +19,7 @@ CONFIG = TrainConfig(lr=1e-2, warmup_steps=0, microbatch_tokens=384)
 def learner_of(make_model, budget=384, **changes):
     config = msgspec.structs.replace(CONFIG, microbatch_tokens=budget, **changes)
     dtype = torch.bfloat16 if config.dtype else torch.float32
-    return Learner(make_model().to(dtype), config, temperature=1.0, steps=10)
+    return Learner(make_model().to(dtype), config, SamplingConfig(), steps=10)
 
 
 def scarce(monkeypatch, most_tokens, error, at=0):
@@ -96,7 +96,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(make_model, make_rows, 
 REAL = """
 import json, resource, sys
 import numpy as np, torch
-from shoal.config import TinyPolicy, TrainConfig
+from shoal.config import SamplingConfig, TinyPolicy, TrainConfig
 from shoal.models.transformer import Transformer
 from shoal.models.random_model import initialise, tiny_spec
 from shoal.train.rows import example_row
@@ -107,7 +107,7 @@ torch.set_num_threads(1)
 tiny = TinyPolicy(width=64, layers=4, heads=2, kv_heads=1, mlp_width=192, max_positions=256)
 model = Transformer(tiny_spec(tiny))
 initialise(model, seed=0)
-learner = Learner(model, TrainConfig(lr=1e-3, warmup_steps=0, microbatch_tokens=budget), temperature=1.0, steps=9)
+learner = Learner(model, TrainConfig(lr=1e-3, warmup_steps=0, microbatch_tokens=budget), SamplingConfig(), steps=9)
 rng = np.random.default_rng(0)
 rows = [example_row(rng.integers(0, 64, 256).tolist(), [0] + [1] * 255) for _ in range(48)]
 learner.step(rows[:1], 0)

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.config import TrainConfig
+from shoal.config import SamplingConfig, TrainConfig
 from shoal.models.value_head import TransformerWithValueHead
 from shoal.protocol.algorithm_config import CispoNamed
 from shoal.train.frozen_models import RewardModel, Teacher, scores_of
 from shoal.train.learner import Learner
-from shoal.train.row_codec import bytes_of, row_of
-from shoal.train.rows import TrainingRow
+from shoal.train.rows import TrainingRow, bytes_of, row_of
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_a_student_that_writes_comes_near_to_its_teacher(make_model, make_rows):
     """By the whole distributions in the states that it visits, not only by the tokens that it drew."""
     student, teacher = make_model(0), make_model(7)
     config = TrainConfig(lr=1e-2, warmup_steps=0, microbatch_tokens=4096, algorithm=CispoNamed(advantage="teacher"))
-    learner, judge = Learner(student, config, temperature=1.0, steps=30), Teacher(teacher, 1.0, 4096)
+    learner, judge = Learner(student, config, SamplingConfig(), steps=30), Teacher(teacher, 1.0, 4096)
     generator, far, told = torch.Generator().manual_seed(0), [], []
     for version in range(30):
         rows, kl = written(student, teacher, generator)

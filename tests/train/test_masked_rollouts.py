@@ -1,6 +1,6 @@
 """Steps with rollouts that are only counted: truncated ones that an algorithm masks, against TRL's formulas.
 
-`trl_loss` is written from TRL's GRPOTrainer, over padded rows and a mask; it shares nothing with `train/loss_weights`.
+`trl_loss` is written from TRL's GRPOTrainer, over padded rows and a mask; it shares nothing with `train/loss`.
 
 Axes: B rows, T tokens.
 """
@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.config import TrainConfig
+from shoal.config import SamplingConfig, TrainConfig
 from shoal.models.value_head import TransformerWithValueHead
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.messages import BatchGroup
 from shoal.train.batch_filter import select
 from shoal.train.frozen_models import KLReference, RewardModel, Teacher
 from shoal.train.learner import Learner
-from shoal.train.loss import TokenTerms, objective_of
-from shoal.train.loss_weights import averaged, normalised
-from shoal.train.packing_padded import join, places_of
-from shoal.train.row_codec import bytes_of, row_of
-from shoal.train.rows import counted_only, learned, mean_rewards
+from shoal.train.loss import TokenTerms, averaged, normalised, objective_of
+from shoal.train.microbatches import join, places_of
+from shoal.train.rows import bytes_of, counted_only, learned, mean_rewards, row_of
 
 LONGEST = 24
 LOSSES = {"clip": c.Clip(), "gspo": c.Gspo(0.05, 0.08), "cispo": c.Cispo(most=1.5)}
@@ -142,7 +140,7 @@ def test_the_deviation_of_a_batch_has_truncated_rollouts_and_none_without_an_adv
 
 def learner_of(model, algorithm, **train):
     config = msgspec.structs.replace(TrainConfig(lr=1e-2, warmup_steps=2), algorithm=algorithm, **train)
-    return Learner(model, config, temperature=0.7, steps=10, max_tokens=LONGEST)
+    return Learner(model, config, SamplingConfig(temperature=0.7, max_tokens=LONGEST), steps=10)
 
 
 def weights_after(model, algorithm, rows, **train):

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from shoal.metrics import METRICS, MetricsLog, read_metrics
+from shoal.step_metrics import METRICS, MetricsLog, read_metrics
 
 
 def test_each_line_is_one_json_object(tmp_path):

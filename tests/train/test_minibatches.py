@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.config import TrainConfig
+from shoal.config import SamplingConfig, TrainConfig
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.algorithm_config import Grpo
 from shoal.train import learner as module
@@ -25,7 +25,9 @@ def grouped(make_rows):
 
 
 def learner_of(model, **train):
-    return Learner(model, msgspec.structs.replace(CONFIG, **train), temperature=0.7, steps=20, max_tokens=24)
+    return Learner(
+        model, msgspec.structs.replace(CONFIG, **train), SamplingConfig(temperature=0.7, max_tokens=24), steps=20
+    )
 
 
 def test_parts_are_whole_groups_dealt_out_in_turn(grouped):

@@ -20,8 +20,9 @@ from shoal.models.open_model import spec_of
 from shoal.models.random_model import make_tiny
 from shoal.models.value_head import begin_valued, load_valued
 from shoal.train import preference_training
+from shoal.train.dataset_files import Examples, tokenizer_digest
 from shoal.train.frozen_models import row_scores, scores_of
-from shoal.train.packing_padded import MicroBatch, collate
+from shoal.train.microbatches import MicroBatch, collate
 from shoal.train.preference_training import (
     PairFigures,
     PairSettings,
@@ -33,7 +34,6 @@ from shoal.train.preference_training import (
     prefer_scores,
 )
 from shoal.train.rows import TrainingRow, example_row
-from shoal.train.sft_examples import Examples, tokenizer_digest
 
 SETTINGS = PairSettings(steps=20, batch=8, lr=3e-3, warmup_steps=2, max_grad_norm=1.0, seed=1)
 
@@ -224,13 +224,6 @@ def test_a_template_that_makes_one_prompt_of_all_pairs_is_refused(tmp_path: Path
     shown = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|end|>{% endfor %}"
     (start / "chat_template.jinja").write_text(f"always the same{shown}")
     with pytest.raises(StateError, match="makes one prompt of all 3 pairs"):
-        prefer.read_pairs(path, start, 64)
-
-
-def test_an_answer_that_an_end_token_would_cut_is_refused_with_the_token(tmp_path: Path, start: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps({"prompt": "a<|end|>", "chosen": "b<|end|>c", "rejected": "c"}))
-    with pytest.raises(StateError, match=r"line 1: .*'<\|end\|>', which ends a turn"):
         prefer.read_pairs(path, start, 64)
 
 

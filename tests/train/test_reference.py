@@ -6,20 +6,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.config import TrainConfig
+from shoal.config import SamplingConfig, TrainConfig
 from shoal.models.lora import begin_adapter
 from shoal.models.lora_config import AdapterSpec
 from shoal.protocol import algorithm_config as c
 from shoal.train.frozen_models import reference_of
 from shoal.train.learner import Learner
-from shoal.train.row_codec import bytes_of, row_of
+from shoal.train.rows import bytes_of, row_of
 
 CONFIG = TrainConfig(lr=1e-2, warmup_steps=0, microbatch_tokens=96)
 
 
 def learner_of(model, **parts):
     config = msgspec.structs.replace(CONFIG, algorithm=c.Composition(**parts))
-    return Learner(model, config, temperature=0.7, steps=20)
+    return Learner(model, config, SamplingConfig(temperature=0.7), steps=20)
 
 
 def logps(rows):

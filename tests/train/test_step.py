@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal import metrics
+from shoal import step_metrics
 from shoal.algos.corrections import truncated_weights
-from shoal.config import TrainConfig
+from shoal.config import SamplingConfig, TrainConfig
 from shoal.errors import StateError
 from shoal.protocol.algorithm_config import Grpo, Truncate
 from shoal.train.distributed.ranks import SingleProcess
@@ -24,7 +24,7 @@ CONFIG = TrainConfig(
 
 
 def learner_of(model, config=CONFIG, **changes):
-    return Learner(model, config, **({"temperature": 0.7, "steps": 10} | changes))
+    return Learner(model, config, SamplingConfig(temperature=0.7), steps=10, **changes)
 
 
 def gradients_of(learner, rows):
@@ -69,39 +69,16 @@ def test_loss_and_gradients_equal_the_slow_ones(make_model, make_rows, tied):
         torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_how_the_batch_is_cut_into_micro_batches_does_not_matter(make_model, make_rows):
-    rows = make_rows(16)
-    loss, gradients = gradients_of(learner_of(make_model(), TrainConfig(microbatch_tokens=10_000)), rows)
-    for budget_tokens in (1, 50, 200):
-        other, others = gradients_of(learner_of(make_model(), TrainConfig(microbatch_tokens=budget_tokens)), rows)
-        assert other == pytest.approx(loss, abs=1e-6)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(others[name], gradient, atol=1e-6, rtol=1e-4)
-
-
-def test_gradient_of_a_weight_matches_finite_differences(make_model, make_rows):
-    rows = make_rows(3)
-    _, gradients = gradients_of(learner_of(make_model()), rows)
-    doubled = make_model().double()
-    for name, index in (("model.layers.0.mlp.up_proj.weight", (3, 5)), ("lm_head.weight", (7, 2))):
-        weight = dict(doubled.named_parameters())[name].data
-        losses = []
-        for shift in (1e-5, -2e-5):
-            weight[index] += shift
-            losses.append(slow_loss(doubled, rows, CONFIG, 0.7).item())
-        weight[index] += 1e-5
-        assert gradients[name][index].item() == pytest.approx((losses[0] - losses[1]) / 2e-5, abs=2e-5)
-
-
 def test_every_metric_of_a_step_is_declared(make_model, make_rows):
     found = learner_of(make_model()).step(make_rows(4), 0)
-    assert found.keys() <= metrics.METRICS.keys()
+    assert found.keys() <= step_metrics.METRICS.keys()
 
 
-def test_metrics_have_the_values_that_their_names_say(make_model, make_rows):
+def test_metrics_have_the_values_that_their_names_say(make_model, make_rows, monkeypatch):
     rows = make_rows(4, version=3) + make_rows(2, seed=1, version=5)
     clock = iter([10.0, 12.0])
-    found = learner_of(make_model(), clock=lambda: next(clock)).step(rows, 5)
+    monkeypatch.setattr("shoal.train.learner.time.perf_counter", lambda: next(clock))
+    found = learner_of(make_model()).step(rows, 5)
     assert found["staleness_rollouts"] == {"0": 2, "2": 4}
     assert found["reward_mean"] == pytest.approx(np.mean([row.reward for row in rows]))
     assert found["tokens"] == sum(len(row.tokens_T) for row in rows) == found["train_tokens_per_s"] * 2
@@ -139,16 +116,6 @@ def test_log_probs_come_back_in_the_order_of_the_rows(make_model, make_rows):
         np.testing.assert_allclose(found_P, learner.logprobs([row])[0], atol=1e-5)
 
 
-def test_the_policy_learns_what_is_rewarded(make_model, make_rows):
-    rows = make_rows(8)
-    learner = learner_of(make_model(), TrainConfig(lr=1e-2, warmup_steps=0))
-    before = np.concatenate(learner.logprobs(rows))
-    for version in range(5):
-        learner.step(rows, version)
-    advantage = np.concatenate([row.advantage_P for row in rows])
-    assert (np.concatenate(learner.logprobs(rows)) - before) @ advantage > 0
-
-
 def test_the_gradient_is_clipped_to_its_bound(make_model, make_rows):
     learner = learner_of(make_model(), TrainConfig(max_grad_norm=1e-3))
     seen = {}
@@ -174,7 +141,7 @@ def test_a_step_without_rows_leaves_the_weights_alone(make_model, make_rows, cap
     found = learner.step([], 0)
     assert (
         found["update_skipped"] == 1
-        and found.keys() <= metrics.METRICS.keys()
+        and found.keys() <= step_metrics.METRICS.keys()
         and "nothing to learn from" in caplog.text
     )
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.state(1).tensors.items())
@@ -256,9 +223,3 @@ def test_weights_of_rows_that_another_process_had_are_not_made_up(make_model, ma
         learner = learner_of(make_model(), config, ranks=First())
         with pytest.raises(StateError, match="processes = 1") if algorithm.corrections else contextlib.nullcontext():
             learner.step(make_rows(8), 0, budgets)
-
-
-def test_the_first_update_of_a_step_with_weights_clips_nothing(make_model, make_rows):
-    config = msgspec.structs.replace(CONFIG, algorithm=truncated(2.0))
-    assert learner_of(make_model()).step(make_rows(8), 0)["clip_share"] > 0
-    assert learner_of(make_model(), config).step(make_rows(8), 0)["clip_share"] == 0

@@ -7,8 +7,7 @@ from shoal.protocol.algorithm_config import Composition, Steps, Turns
 from shoal.protocol.encoding import digest, to_msgpack
 from shoal.protocol.messages import BatchGroup, Group, StepReward, make_rollout
 from shoal.train.batch_filter import select
-from shoal.train.row_codec import bytes_of, row_of
-from shoal.train.rows import Unlearnable, rows_of_group
+from shoal.train.rows import Unlearnable, bytes_of, row_of, rows_of_group
 from shoal.train.token_advantages import credit, token_rewards
 
 S = StepReward

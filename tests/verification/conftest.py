@@ -13,12 +13,12 @@ from shoal.engine.interface import PolicyScore
 from shoal.env import Env
 from shoal.envs.builtin.arithmetic import environment as arithmetic
 from shoal.envs.builtin.wordle import environment as wordle
-from shoal.envs.play import play_scripted
+from shoal.envs.play_episodes import play_scripted
 from shoal.envs.replay import replay_group
 from shoal.models.random_model import make_tiny
 from shoal.protocol import messages
 from shoal.protocol.encoding import digest, from_msgpack, to_msgpack
-from shoal.verification.context import Context, Tools
+from shoal.verification.check_context import Context, Tools
 from shoal.verification.verify import verify_submission
 
 GROUP_SIZE = 4
@@ -47,10 +47,10 @@ def renderer(tmp_path_factory):
     return Renderer.from_directory(directory)
 
 
-class Desk:
+class SubmissionCase:
     """A lease of four slots over two environments, the work that fills it, and its judgement."""
 
-    def __init__(self, renderer: Renderer, envs: dict[str, Env] | None = None) -> None:
+    def __init__(self, renderer: Renderer, envs: dict[str, Env] | None = None, groups=None) -> None:
         self.envs = envs or {"wordle": wordle(num_words=16, heldout=4), "arithmetic": arithmetic()}
         slots = [messages.Slot(i, f"{i:064x}", list(self.envs)[i % 2], task=i + 1) for i in range(4)]
         self.lease = messages.Lease(
@@ -68,7 +68,7 @@ class Desk:
         self.logprobs = lambda request: np.full(len(request.policy_positions), -1.0, dtype=np.float32)
         self.tools = Tools(info, self.envs, renderer, replay_group, "float32", self._score)
         self.slots = slots
-        self.groups = [self._play(slot) for slot in slots]
+        self.groups = list(groups or map(self._play, slots))
 
     def _play(self, slot: messages.Slot) -> messages.Group:
         env, rollouts = self.envs[slot.env], []
@@ -118,6 +118,11 @@ class Desk:
         return to_msgpack(msgspec.structs.replace(from_msgpack(self.body(), messages.Submission), **fields))
 
 
+@pytest.fixture(scope="session")
+def played(renderer):
+    return SubmissionCase(renderer).groups
+
+
 @pytest.fixture
-def desk(renderer):
-    return Desk(renderer)
+def case(renderer, played):
+    return SubmissionCase(renderer, groups=played)

@@ -12,19 +12,18 @@ from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
 from shoal.engine.dishonest import OtherSeed
 from shoal.engine.native import LocalEngine
-from shoal.envs.branching import OtherStart, continue_block, opened
-from shoal.envs.play import EpisodeAttempt
+from shoal.envs.play_continuations import OtherStart, continue_block, opened
+from shoal.envs.play_episodes import EpisodeAttempt
 from shoal.models.random_model import make_tiny
 from shoal.protocol import messages
 from shoal.protocol.algorithm_config import Composition, Vine
-from shoal.protocol.branching import FIRST_BLOCK, branches, continued_slot
 from shoal.protocol.constants import CONTINUATIONS
+from shoal.protocol.continuations import FIRST_BLOCK, branches, continued_slot
 from shoal.protocol.encoding import digest, to_msgpack
 from shoal.protocol.rollout_validation import most_bytes
 from shoal.verification.branch_parents import OtherParents, fetch_parents, read_parents
-from shoal.verification.context import score_requests
 from shoal.verification.verify import verify_submission
-from tests.verification.conftest import ENGINE, RULES, SAMPLING, Desk
+from tests.verification.conftest import ENGINE, RULES, SAMPLING, SubmissionCase
 
 VINE = Vine(continuations=2, every=2, most=3)
 
@@ -37,28 +36,28 @@ def fetched(lease, of_run, bodies):
 
 
 class Vines:
-    """A lease that continues the groups of a desk, and the work that fills it. Group 2 taught nothing."""
+    """A lease that continues the groups of a submission, and the work that fills it. Group 2 taught nothing."""
 
     def __init__(self, directory):
         self.renderer = Renderer.from_directory(directory)
-        self.desk = Desk(self.renderer)
+        self.case = SubmissionCase(self.renderer)
         self.engine = LocalEngine(threads=1)
-        self.engine.load(directory, self.desk.lease.version)
-        self.parents = [group if place != 2 else None for place, group in enumerate(self.desk.groups)]
-        encoded = [to_msgpack(group) for group in self.desk.groups]
-        self.parent_body = self.desk.body()
+        self.engine.load(directory, self.case.lease.version)
+        self.parents = [group if place != 2 else None for place, group in enumerate(self.case.groups)]
+        encoded = [to_msgpack(group) for group in self.case.groups]
+        self.parent_body = self.case.body()
         named = [
             messages.Parent(digest(self.parent_body), place, digest(data)) if self.parents[place] else None
             for place, data in enumerate(encoded)
         ]
         self.slots = [
             msgspec.structs.replace(slot, slot=continued_slot(slot.slot, 2), parent=parent)
-            for slot, parent in zip(self.desk.slots, named, strict=True)
+            for slot, parent in zip(self.case.slots, named, strict=True)
         ]
         blocks = tuple(
             messages.Block(FIRST_BLOCK + b, tuple(self.slots[2 * b : 2 * b + 2]), CONTINUATIONS) for b in (0, 1)
         )
-        self.lease = msgspec.structs.replace(self.desk.lease, blocks=blocks)
+        self.lease = msgspec.structs.replace(self.case.lease, blocks=blocks)
         self.rules = msgspec.structs.replace(RULES, algorithm=Composition(credit=VINE))
         self.groups = self.play(self.engine)
 
@@ -67,15 +66,14 @@ class Vines:
         return [
             group
             for b, block in enumerate(self.lease.blocks)
-            for group in continue_block(
-                engine, self.renderer, self.desk.envs, block, parents[2 * b : 2 * b + 2], VINE, 8, SAMPLING
-            )
+            for slots in [[*zip(block.slots, parents[2 * b : 2 * b + 2], strict=True)]]
+            for group in continue_block(engine, self.renderer, self.case.envs, slots, VINE, 8, SAMPLING)
         ]
 
     def judge(self, groups=None, audited=True):
         groups = self.groups if groups is None else groups
         tools = dataclasses.replace(
-            self.desk.tools,
+            self.case.tools,
             info=SimpleNamespace(run="run-1", rules=self.rules),
             score=lambda requests: self.engine.score(requests, SAMPLING.temperature),
         )
@@ -121,23 +119,6 @@ def test_honest_continuations_pass_every_check_and_only_what_was_written_is_paid
             assert rollout.author[: branch.position] == bytes(branch.position) and rollout.author[branch.position]
     assert not vines.groups[2].rollouts and verdicts[2].tokens == 0
     assert any(len({b.position for b in branches(p, VINE)}) > 3 for p in vines.parents if p)
-
-
-def test_parents_of_several_turns_are_continued_within_later_turns_too(vines):
-    wordle = vines.parents[0]
-    turns = [
-        sum(
-            1
-            for i in range(1, b.position)
-            if wordle.rollouts[b.rollout].author[i] > wordle.rollouts[b.rollout].author[i - 1]
-        )
-        for b in branches(wordle, VINE)
-    ]
-    assert max(turns) > 1
-
-
-def test_the_same_work_gives_the_same_bytes(vines):
-    assert vines.play(vines.engine) == vines.groups
 
 
 def test_other_seeds_are_found(vines):
@@ -319,20 +300,13 @@ def test_a_parent_that_the_environment_does_not_play_so_voids_its_slot_and_nothi
 
 
 def test_an_environment_that_does_not_play_alike_twice_continues_nothing(vines, monkeypatch):
-    monkeypatch.setattr("shoal.envs.branching.is_played_so", lambda *asked: True)
+    monkeypatch.setattr("shoal.envs.play_continuations.is_played_so", lambda *asked: True)
     for forged in forgeries(vines):
         with pytest.raises(OtherStart, match="than a moment ago"):
             vines.play(vines.engine, [forged, *vines.parents[1:]])
     _, endless_turn = forgeries(vines)
     slot = vines.slots[0]
-    env = vines.desk.envs[slot.env]
+    env = vines.case.envs[slot.env]
     episode = EpisodeAttempt(env, env.task(slot.task), bytes(32))
     with pytest.raises(OtherStart, match="than a moment ago"):
         opened(episode, vines.renderer, SAMPLING, endless_turn.rollouts[0].tokens_T().tolist())
-
-
-def test_prefills_of_continuations_have_their_own_seeds_and_positions(vines):
-    due = branches(vines.parents[1], VINE)
-    requests = score_requests(vines.slots[1], vines.groups[1], due)
-    assert len({request.seed for request in requests}) == len(due)
-    assert [request.policy_positions[0] for request in requests] == [branch.position for branch in due]

@@ -9,8 +9,8 @@ from shoal.config import BOUNDS
 from shoal.engine.interface import PolicyScore
 from shoal.protocol.messages import ENVIRONMENT, POLICY, Group, make_rollout
 from shoal.protocol.tolerances import wire_bounds
-from shoal.verification.audit_checks import logprobs, sampling
-from shoal.verification.context import CheckFailure, gravest
+from shoal.verification.check_context import CheckFailure, gravest
+from shoal.verification.checks_with_model import logprobs, sampling
 
 TOKENS = 20
 MILD_GAP, FORGED_GAP = 0.003, 9.0

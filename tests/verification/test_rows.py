@@ -10,10 +10,10 @@ from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.messages import make_rollout
 from shoal.protocol.seed_chain import row_seed, sample_seed
-from shoal.verification.context import policy_positions
+from shoal.verification.check_context import policy_positions
 from tests.envs import musing, pile
 from tests.envs.lies import LIES
-from tests.verification.conftest import GROUP_SIZE, Desk
+from tests.verification.conftest import GROUP_SIZE, SubmissionCase
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +30,20 @@ class ThoughtfulPile(pile.PileGame):
         return {name: lambda *args, say=say: f"</think>{say(*args)}" for name, say in super().players().items()}
 
 
+@pytest.fixture(scope="module")
+def groups(thinker):
+    return SubmissionCase(thinker, {"pile": ThoughtfulPile(), "musing": musing.environment()}).groups
+
+
 @pytest.fixture
-def rows(thinker):
+def rows(thinker, groups):
     """A lease of four slots, of two seats and of three rows in turn."""
-    return Desk(thinker, {"pile": ThoughtfulPile(), "musing": musing.environment()})
+    return SubmissionCase(thinker, {"pile": ThoughtfulPile(), "musing": musing.environment()}, groups)
 
 
-def judged(desk, slot=0, index=0, **edits):
+def judged(case, slot=0, index=0, **edits):
     """All audited, with some fields of one rollout replaced."""
-    return desk.judge(desk.body(desk.edit(slot, index, **edits)), audited=range(4))
+    return case.judge(case.body(case.edit(slot, index, **edits)), audited=range(4))
 
 
 def test_rollouts_with_several_rows_are_accepted_and_paid_whole(rows):
@@ -80,7 +85,7 @@ def test_a_forged_token_of_a_later_row_is_located_in_the_rollout(rows):
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("slot", [0, 1])
 def test_no_lie_about_rows_is_accepted(rows, lie, slot):
-    for index in range(GROUP_SIZE):
+    for index in (0, 1):
         edits = LIES[lie](rows.groups[slot].rollouts[index])
         verdicts = judged(rows, slot, index, **edits)
         assert [verdict.outcome == "accept" for verdict in verdicts] == [place != slot for place in range(4)]

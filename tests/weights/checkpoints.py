@@ -13,7 +13,7 @@ from shoal.protocol.messages import Manifest
 from shoal.protocol.signing import Key
 from shoal.weights.delta.tensor_codes import Weights
 from shoal.weights.manifest import sign_manifest
-from shoal.weights.publish import publish
+from shoal.weights.publish import PublishSettings, publish
 
 RUN, KEY, NOW = "run-1", Key(b"\x01" * 32), 1_800_000_000.0
 CHUNK_BYTES = 1000
@@ -102,22 +102,13 @@ class Dying(Chunks):
             raise PeerError(f"{self.name} gave no answer")
 
 
-class Stuck(Chunks):
-    """Never delivers."""
-
-    async def before(self, count: int) -> None:
-        await asyncio.Event().wait()
-
-
 def published(directory: Path, chunks: Chunks, version: int = 3) -> Manifest:
     """Publish a checkpoint into memory and return its manifest as issued."""
 
-    async def story() -> Manifest:
-        return await publish(
-            directory, chunks, run=RUN, version=version, dtype="float32", parents=(), chunk_bytes=CHUNK_BYTES
-        )
+    async def scenario() -> Manifest:
+        return await publish(directory, chunks, PublishSettings(RUN, version, "float32", CHUNK_BYTES))
 
-    signed = sign_manifest(asyncio.run(story()), KEY, now=NOW)
+    signed = sign_manifest(asyncio.run(scenario()), KEY, now=NOW)
     return encoding.from_json(signed.body, Manifest)
 
 

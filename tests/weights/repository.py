@@ -14,8 +14,9 @@ from shoal.protocol import encoding
 from shoal.protocol.messages import Manifest, SignedManifest
 from shoal.protocol.signing import Key
 from shoal.weights.fetch.fetch import fetch
-from shoal.weights.manifest import PURPOSE, content_of, open_manifest, sign_manifest
-from shoal.weights.publish import publish
+from shoal.weights.fetch.version_directory import VersionFolder
+from shoal.weights.manifest import PURPOSE, ManifestTrust, content_of, open_manifest, sign_manifest
+from shoal.weights.publish import PublishSettings, publish
 from tests.weights.checkpoints import CHUNK_BYTES, KEY, NOW, RUN, Chunks, make_checkpoint
 
 
@@ -47,11 +48,9 @@ class Repository:
     def made(self, version: int, seed: int, **fields: object) -> Manifest:
         """The manifest of a checkpoint with weights of its own, whose chunks the relay has."""
         directory = self.folder / f"{version}-{seed}"
-        story = publish(
-            directory if directory.exists() else make_checkpoint(directory, seed), self.chunks, run=RUN, version=version,
-            dtype="float32", chunk_bytes=CHUNK_BYTES,
-        )  # fmt: skip
-        return msgspec.structs.replace(self.dated(asyncio.run(story)), **fields)
+        directory = directory if directory.exists() else make_checkpoint(directory, seed)
+        scenario = publish(directory, self.chunks, PublishSettings(RUN, version, "float32", CHUNK_BYTES))
+        return msgspec.structs.replace(self.dated(asyncio.run(scenario)), **fields)
 
     def dated(self, manifest: Manifest) -> Manifest:
         return encoding.from_json(sign_manifest(manifest, KEY, now=self.now).body, Manifest)
@@ -76,11 +75,11 @@ class Repository:
         """What a signed lease says of the version's manifest."""
         return content_of(self.manifests[version])
 
-    def open(self, version: int, **options: object) -> Manifest:
+    def open(self, version: int, max_bytes: int | None = None, **options: object) -> Manifest:
         """The manifest of a version, as the relay gives it and the client accepts it."""
         told = {"logged": self.logged[version], "root": self.roots[version], "now": self.now}
         manifest = open_manifest(
-            self.serve(version), run=RUN, keys=(KEY.public,), version=version,
+            self.serve(version), ManifestTrust(RUN, (KEY.public,), max_bytes), version=version,
             issued_since=self.seen.get(version, 0.0), **(told | options),
         )  # type: ignore[arg-type]  # fmt: skip
         self.seen[version] = manifest.issued
@@ -88,4 +87,4 @@ class Repository:
 
     def load(self, version: int, *sources: Chunks) -> Path:
         """The directory of a version, fetched from the relay."""
-        return asyncio.run(fetch(self.open(version), sources or [self.chunks], self.folder / "client"))
+        return asyncio.run(fetch(self.open(version), sources or [self.chunks], VersionFolder(self.folder / "client")))

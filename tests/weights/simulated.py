@@ -13,7 +13,7 @@ from typing import Any
 from shoal.protocol import encoding
 from shoal.weights.fetch.chunks import Chunk, FileRange, take_up_parts
 from shoal.weights.fetch.sources import Passing
-from shoal.weights.fetch.transfer import Transfer
+from shoal.weights.fetch.transfer import Transfer, TransferEvents
 
 PART_BYTES = 1024
 
@@ -38,10 +38,10 @@ class Loop(asyncio.SelectorEventLoop):
         return self.now
 
 
-def simulate(story: Coroutine[Any, Any, Any]) -> Any:
+def simulate(scenario: Coroutine[Any, Any, Any]) -> Any:
     """Run a story in simulated time, for at most a day of it."""
     with asyncio.Runner(loop_factory=Loop) as runner:
-        return runner.run(asyncio.wait_for(story, 86_400))
+        return runner.run(asyncio.wait_for(scenario, 86_400))
 
 
 def now() -> float:
@@ -131,7 +131,7 @@ class Version:
     def fetch(self, sources: list[Server], seed: int = 0) -> "Version":
         """Fetch the missing chunks in simulated time."""
 
-        async def story() -> None:
+        async def scenario() -> None:
             begun, data = now(), self.file.read_bytes()
             missing = [
                 piece
@@ -142,15 +142,18 @@ class Version:
                 piece.part = None
             take_up_parts(self.folder, missing)
             transfer = Transfer(
-                missing, sources, self.folder, rng=random.Random(seed),
-                on_blame=lambda *told: self.blamed.append(told), on_progress=self.told.append,
-            )  # fmt: skip
+                missing,
+                sources,
+                self.folder,
+                rng=random.Random(seed),
+                events=TransferEvents(on_blame=lambda *told: self.blamed.append(told), on_progress=self.told.append),
+            )
             try:
                 await transfer.run()
             finally:
                 self.took_s = now() - begun
 
-        simulate(story())
+        simulate(scenario())
         return self
 
     @property

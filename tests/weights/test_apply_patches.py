@@ -13,9 +13,9 @@ from shoal.protocol import encoding
 from shoal.protocol.messages import FileEntry, Manifest
 from shoal.weights.delta.tensor_codes import coded_directory
 from shoal.weights.fetch.fetch import MOST_MANIFESTS, MOST_NAMES, fetch
-from shoal.weights.fetch.version_directory import follow
+from shoal.weights.fetch.version_directory import VersionFolder, follow
 from shoal.weights.manifest import ManifestError, is_whole, weights_root
-from shoal.weights.publish import PatchBase, publish
+from shoal.weights.publish import PatchBase, PublishHistory, PublishSettings, publish
 from tests.weights.checkpoints import CHUNK_BYTES, RUN, Chunks, Dying, Lying, write_checkpoint
 from tests.weights.test_download_plan import manifest
 from tests.weights.versions import series
@@ -32,11 +32,9 @@ class Line:
         base = None
         for version, weights in enumerate(series(count, **options)):  # type: ignore[arg-type]
             directory = write_checkpoint(folder / f"published-{version}", weights)
-            story = publish(
-                directory, self.chunks, run=RUN, version=version, dtype="bfloat16", chunk_bytes=CHUNK_BYTES, base=base,
-                whole=version % anchor_every == 0,
-            )  # fmt: skip
-            self.manifests.append(asyncio.run(story))
+            release, history = PublishSettings(RUN, version, "bfloat16", CHUNK_BYTES), PublishHistory(base=base)
+            scenario = publish(directory, self.chunks, release, history, whole=version % anchor_every == 0)
+            self.manifests.append(asyncio.run(scenario))
             self.directories.append(directory)
             base = PatchBase(version, self.manifests[-1].root, coded_directory(directory))
 
@@ -49,11 +47,13 @@ class Line:
     ) -> Path:
         """A version as a client loads it."""
         self.chunks.asked.clear()
-        story = fetch(
-            self.manifests[version], sources or [self.chunks], self.folder / "client",
+        scenario = fetch(
+            self.manifests[version],
+            sources or [self.chunks],
+            VersionFolder(self.folder / "client"),
             manifest_of=manifest_of or self.manifest_of,
-        )  # fmt: skip
-        return asyncio.run(story)
+        )
+        return asyncio.run(scenario)
 
     def has(self, directory: Path, version: int) -> bool:
         """Whether a directory is a published version, byte for byte, and nothing else."""
@@ -171,8 +171,13 @@ def test_a_base_that_is_in_use_is_not_deleted_when_it_is_damaged(tmp_path):
     line = Line(tmp_path, anchor_every=3)
     used = line.load(1)
     (used / "model.safetensors").write_bytes((used / "model.safetensors").read_bytes()[:-2] + b"xx")
-    story = fetch(line.manifests[2], [line.chunks], line.folder / "client", manifest_of=line.manifest_of, in_use=used)
-    assert line.has(asyncio.run(story), 2) and (used / "config.json").exists()
+    scenario = fetch(
+        line.manifests[2],
+        [line.chunks],
+        VersionFolder(line.folder / "client", in_use=used),
+        manifest_of=line.manifest_of,
+    )
+    assert line.has(asyncio.run(scenario), 2) and (used / "config.json").exists()
 
 
 def test_a_base_that_vanished_is_no_base(tmp_path, monkeypatch):
@@ -205,10 +210,13 @@ def test_the_folder_stays_within_the_disk_of_two_versions_more_than_are_kept(tmp
 
     monkeypatch.setattr("shoal.weights.fetch.fetch.follow", noted)
     for version in (0, 1, 6):
-        story = fetch(
-            line.manifests[version], [line.chunks], line.folder / "client", manifest_of=not_between, max_bytes=most
+        scenario = fetch(
+            line.manifests[version],
+            [line.chunks],
+            VersionFolder(line.folder / "client", max_bytes=most),
+            manifest_of=not_between,
         )
-        assert line.has(asyncio.run(story), version)
+        assert line.has(asyncio.run(scenario), version)
     assert dirs == [["v000000"], ["v000001", "v000004"]]
 
 
@@ -218,17 +226,20 @@ def test_patches_that_take_more_disk_than_a_version_may_are_not_fetched(tmp_path
     line.load(0)
     room = sum(patches[:4]) + sum(file.size for file in line.manifests[1].files)
     for version in (4, 5):
-        story = fetch(
-            line.manifests[version], [line.chunks], line.folder / "client", manifest_of=line.manifest_of, max_bytes=room
+        scenario = fetch(
+            line.manifests[version],
+            [line.chunks],
+            VersionFolder(line.folder / "client", max_bytes=room),
+            manifest_of=line.manifest_of,
         )
         if version == 4:
-            assert line.has(asyncio.run(story), 4)
+            assert line.has(asyncio.run(scenario), 4)
             shutil.rmtree(next((line.folder / "client").glob("v000004*")))
         else:
             with pytest.raises(
                 ManifestError, match=r"patches that lead to version 5 have more than .* --max-disk"
             ) as refused:
-                asyncio.run(story)
+                asyncio.run(scenario)
             assert refused.value.code == "too-long"
 
 
@@ -260,14 +271,16 @@ def test_versions_without_end_are_not_asked_for(tmp_path, names, most):
         return patched(version)
 
     with pytest.raises(NothingYet, match="no version that they start from could be fetched"):
-        asyncio.run(fetch(patched(1000), [], tmp_path, manifest_of=manifest_of))
+        asyncio.run(fetch(patched(1000), [], VersionFolder(tmp_path), manifest_of=manifest_of))
     assert len(asked) <= most
 
 
 def test_the_version_in_use_stays_however_old_it_is(line):
     loaded = line.load(0)
     for version in (2, 3, 4):
-        asyncio.run(fetch(line.manifests[version], [line.chunks], line.folder / "client", keep=2, in_use=loaded))
+        asyncio.run(
+            fetch(line.manifests[version], [line.chunks], VersionFolder(line.folder / "client", keep=2, in_use=loaded))
+        )
     left = sorted(path.name[:7] for path in (line.folder / "client").glob("v*"))
     assert left == ["v000000", "v000004"]
 

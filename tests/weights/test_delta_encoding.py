@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shoal.weights.delta import encoding
 from shoal.weights.delta.encoding import MOST_GROUPS, apply_changes, write_changes
 from shoal.weights.delta.golomb_rice import BadBits, write_number
-from shoal.weights.delta.tensor_codes import KINDS, exponents
+from shoal.weights.delta.tensor_codes import KINDS, at_places, exponents, places
 from tests.weights.versions import as_stored, random_codes
 
 BF16 = KINDS["BF16"]
@@ -33,14 +33,14 @@ def step(dtype="BF16", size=20_000, lr=1e-6, seed=0):
     return as_stored(values, dtype).codes, as_stored(values + lr * rng.standard_normal(size), dtype).codes
 
 
-@pytest.mark.parametrize("lr", [1e-7, 1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("lr", [1e-6, 1e-2])
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 def test_a_step_goes_both_ways_bit_for_bit(dtype, lr):
     goes_both_ways(*step(dtype, lr=lr), KINDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", sorted(KINDS))
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.6, 1.0])
+@pytest.mark.parametrize("share", [0.02, 1.0])
 def test_any_codes_may_become_any_others(dtype, share):
     rng = np.random.RandomState(len(dtype))
     old, other = random_codes(dtype, 3000, rng), random_codes(dtype, 3000, rng)
@@ -131,3 +131,41 @@ def test_a_change_that_does_not_stay_in_its_group_is_refused():
     assert "out of its group" in refused(old, within[:-1] + bytes([within[-1] & 0xFE]))  # up instead of down
     crossing = write_changes(old, up, BF16)
     assert "out of its group" in refused(old, crossing[:-1] + bytes([crossing[-1] | 1]))
+
+
+# --- Codes of numbers: their order and their exponents ---
+
+
+@pytest.mark.parametrize("name", ["BF16", "F16", "F8_E4M3", "F8_E5M2", "I16", "U8"])
+def test_places_and_codes_are_one_to_one(name):
+    kind = KINDS[name]
+    codes = np.arange(1 << kind.bits).astype(kind.codes)
+    assert np.array_equal(at_places(places(codes, kind), kind), codes)
+    assert len(np.unique(places(codes, kind))) == len(codes)
+
+
+def test_places_ascend_by_one_from_value_to_value():
+    codes = np.arange(1 << 16).astype("<u2")
+    values = codes.view("<f2").astype(np.float64)
+    finite = np.isfinite(values)
+    order = np.argsort(places(codes[finite], KINDS["F16"]))
+    assert np.all(np.diff(values[finite][order]) >= 0)
+    assert np.all(np.diff(places(codes[finite], KINDS["F16"])[order]) == 1)
+    zeros = np.array([-0.0, 0.0], "<f4").view("<u4")
+    assert places(zeros, KINDS["F32"]).tolist() == [0x7FFFFFFF, 0x80000000]
+
+
+def test_exponents_are_those_of_the_values():
+    values = np.array([1.0, -1.5, 0.02, -3e38, 0.0, np.inf, np.nan], "<f4")
+    assert exponents(values.view("<u4"), KINDS["F32"]).tolist() == [127, 127, 121, 254, 0, 255, 255]
+    assert exponents((values.view("<u4") >> 16).astype("<u2"), KINDS["BF16"]).tolist() == [
+        127,
+        127,
+        121,
+        254,
+        0,
+        255,
+        255,
+    ]
+    assert exponents(np.array([1.0, -2.0, 6e-8], "<f2").view("<u2"), KINDS["F16"]).tolist() == [15, 16, 0]
+    assert exponents(np.array([200, 3], "<u2"), KINDS["U16"]).tolist() == [0, 0]

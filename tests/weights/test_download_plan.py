@@ -6,7 +6,7 @@ import pytest
 
 from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.messages import FileEntry, Manifest, Patch
-from shoal.weights.delta.plan import APPLY_SHARE, DownloadPlan, NeedsManifest, plan_download
+from shoal.weights.delta.patch import APPLY_SHARE, DownloadPlan, NeedsManifest, plan_download
 
 FULL, SMALL = 1_000_000, 7_000
 

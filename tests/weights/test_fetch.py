@@ -4,43 +4,35 @@ import asyncio
 import errno
 import gc
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import msgspec
 import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
-from starlette.routing import Route
 
 from shoal.errors import NothingYet, PeerError, StateError
-from shoal.net import server
 from shoal.net.blobs import FolderBlobs
-from shoal.net.client import Client
 from shoal.protocol import encoding
 from shoal.protocol.messages import Manifest
 from shoal.weights.fetch import chunks as pieces
-from shoal.weights.fetch import transfer
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.scheduler import MOST_LANES
-from shoal.weights.fetch.sources import HttpSource
-from shoal.weights.fetch.version_directory import directory_name
+from shoal.weights.fetch.transfer import TransferEvents
+from shoal.weights.fetch.version_directory import VersionFolder, directory_name
 from shoal.weights.manifest import weights_root
-from shoal.weights.publish import HttpSink, chunk_bytes_for, publish
+from shoal.weights.publish import PublishHistory, PublishSettings, chunk_bytes_for, publish
 from tests.weights.checkpoints import (
     CHUNK_BYTES,
-    KEY,
     NOW,
     RUN,
     Chunks,
     Dying,
     Lying,
     Short,
-    Stuck,
     contents,
     make_checkpoint,
     published,
@@ -49,7 +41,8 @@ from tests.weights.checkpoints import (
 
 
 def run(manifest: Manifest, sources: list, folder: Path, **options: object) -> Path:
-    return asyncio.run(fetch(manifest, sources, folder, **options))  # type: ignore[arg-type]
+    keep, events = options.pop("keep", 2), TransferEvents(**options.pop("events", {}))  # type: ignore[arg-type]
+    return asyncio.run(fetch(manifest, sources, VersionFolder(folder, keep), events=events, **options))  # type: ignore[arg-type]
 
 
 def test_the_fetched_version_equals_the_published_one(checkpoint, origin, tmp_path):
@@ -95,8 +88,8 @@ def test_chunks_that_the_sink_keeps_are_not_sent_again(checkpoint, origin):
     first = published(checkpoint, origin)
     kept = {chunk for file in first.files for chunk in file.chunks}
     sent = Chunks()
-    story = publish(checkpoint, sent, run=RUN, version=4, dtype="float32", chunk_bytes=CHUNK_BYTES, known=kept)
-    assert asyncio.run(story).files == first.files and not sent.held
+    scenario = publish(checkpoint, sent, PublishSettings(RUN, 4, "float32", CHUNK_BYTES), PublishHistory(sent=kept))
+    assert asyncio.run(scenario).files == first.files and not sent.held
 
 
 def test_big_versions_have_smaller_chunks_up_to_a_number_of_them():
@@ -120,7 +113,7 @@ def test_a_bad_source_is_named_and_another_one_used(kind, checkpoint, origin, tm
     manifest = published(checkpoint, origin)
     bad = origin.other(kind, "http://bad")
     blamed: list[tuple[str, str]] = []
-    directory = run(manifest, [bad, origin], tmp_path / "cache", on_blame=lambda *told: blamed.append(told))
+    directory = run(manifest, [bad, origin], tmp_path / "cache", events={"on_blame": lambda *told: blamed.append(told)})
     assert same(directory, checkpoint)
     assert [source for source, _ in blamed] == ["http://bad"] and len(bad.asked) <= 2 + MOST_LANES
 
@@ -136,29 +129,6 @@ def test_when_all_sources_are_bad_each_fault_is_named(checkpoint, origin, tmp_pa
 def test_a_fetch_without_sources_says_so(checkpoint, origin, tmp_path):
     with pytest.raises(PeerError, match="no source"):
         run(published(checkpoint, origin), [], tmp_path / "cache")
-
-
-def test_several_sources_share_the_work(checkpoint, origin, tmp_path):
-    manifest = published(checkpoint, origin)
-    twin = origin.other(Chunks, "http://twin")
-    run(manifest, [origin, twin], tmp_path / "cache", rng=random.Random(0))
-    assert len(origin.asked) + len(twin.asked) == len(origin.held)
-    assert min(len(origin.asked), len(twin.asked)) >= len(origin.held) // 3
-
-
-def test_a_source_that_hangs_delays_nothing(checkpoint, origin, tmp_path, monkeypatch):
-    monkeypatch.setattr(transfer, "SILENCE_S", 0.02)
-    manifest = published(checkpoint, origin)
-    stuck = origin.other(Stuck, "http://stuck")
-    assert same(run(manifest, [stuck, origin], tmp_path / "cache"), checkpoint)
-
-
-def test_chunks_fetched_before_a_failure_are_not_fetched_again(checkpoint, origin, tmp_path):
-    manifest = published(checkpoint, origin)
-    with pytest.raises(PeerError):
-        run(manifest, [origin.other(Dying, "http://dead")], tmp_path / "cache")
-    assert same(run(manifest, [origin], tmp_path / "cache"), checkpoint)
-    assert len(origin.asked) == len(origin.held) - 2
 
 
 def test_a_killed_fetch_goes_on_where_it_stopped(checkpoint, origin, tmp_path):
@@ -181,6 +151,7 @@ from shoal.net.blobs import FolderBlobs
 from shoal.protocol import encoding as wire
 from shoal.protocol.messages import Manifest
 from shoal.weights.fetch.fetch import fetch
+from shoal.weights.fetch.version_directory import VersionFolder
 
 home = Path(sys.argv[1])
 blobs = FolderBlobs(home / "blobs")
@@ -198,7 +169,7 @@ class Source:
         pass
 
 manifest = wire.from_json((home / "manifest.json").read_bytes(), Manifest)
-asyncio.run(fetch(manifest, [Source()], home / "cache"))
+asyncio.run(fetch(manifest, [Source()], VersionFolder(home / "cache")))
 """
 
 
@@ -288,36 +259,6 @@ def test_a_disk_that_fills_up_is_a_state_error_and_loses_nothing(checkpoint, ori
     origin.asked.clear()
     assert same(run(manifest, [origin], tmp_path / "cache"), checkpoint)
     assert len(origin.asked) == len(origin.held) - 3
-
-
-def test_a_checkpoint_travels_over_http(checkpoint, tmp_path):
-    blobs = FolderBlobs(tmp_path / "blobs")
-    gate = server.Gate(lambda: NOW)
-
-    async def put(request):
-        body = await gate.body(request, gate.admit(request, run=RUN, cap=10_000))
-        if encoding.digest(body) != request.path_params["digest"]:
-            raise server.RequestRefused(409, "wrong_hash", "the body has another hash: send the bytes it names")
-        return server.answer({"digest": blobs.put(body)})
-
-    async def get(request):
-        return blobs.serve(request.path_params["digest"])
-
-    app = server.application(
-        [Route("/v1/blobs/{digest}", get, methods=["GET"]), Route("/v1/blobs/{digest}", put, methods=["PUT"])]
-    )
-
-    async def story() -> tuple[Manifest, Path]:
-        transport = httpx.ASGITransport(app=app)
-        async with Client("http://toy", KEY, run=RUN, transport=transport, clock=lambda: NOW) as client:
-            manifest = await publish(
-                checkpoint, HttpSink(client), run=RUN, version=1, dtype="float32", chunk_bytes=1000
-            )
-            source = HttpSource("http://toy/v1/blobs", transport=transport, trusted_address=True)
-            return manifest, await fetch(manifest, [source], tmp_path / "cache")
-
-    manifest, directory = asyncio.run(story())
-    assert same(directory, checkpoint) and weights_root(directory) == manifest.root
 
 
 def test_a_chunk_that_one_source_lacks_is_fetched_from_another(checkpoint, origin, tmp_path):

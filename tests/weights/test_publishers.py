@@ -8,7 +8,7 @@ from shoal.protocol.encoding import to_json
 from shoal.protocol.host_signatures import CLOCKS_S
 from shoal.protocol.messages import Publishers, Rotation
 from shoal.protocol.signing import Key
-from shoal.weights.manifest import open_manifest, sign_manifest, signer_of
+from shoal.weights.manifest import ManifestTrust, open_manifest, sign_manifest, signer_of
 from tests.weights.checkpoints import KEY, NOW, RUN, Chunks, make_checkpoint, published
 
 NEW = Key(b"\x07" * 32)
@@ -28,7 +28,7 @@ def replaced(since):
 def opened(manifest, key, publishers, now=NOW, at=NOW):
     data = to_json(sign_manifest(manifest, key, now=at))
     assert signer_of(data) == key.public
-    return open_manifest(data, run=RUN, keys=publishers, now=now, version=manifest.version)
+    return open_manifest(data, ManifestTrust(RUN, publishers), now=now, version=manifest.version)
 
 
 def test_versions_from_before_a_rotation_stay_as_signed_and_later_ones_are_the_new_publishers(manifest):

@@ -20,8 +20,10 @@ from shoal.net.connection_limits import ServerLimits
 from shoal.protocol import encoding
 from shoal.weights.fetch import sources, transfer
 from shoal.weights.fetch.fetch import fetch
-from shoal.weights.fetch.sources import ChunkSource, HttpSource, Passing, WrongBytes
-from shoal.weights.publish import publish
+from shoal.weights.fetch.sources import STRANGERS, TRUSTED, ChunkSource, HttpSource, Passing, WrongBytes
+from shoal.weights.fetch.transfer import TransferEvents
+from shoal.weights.fetch.version_directory import VersionFolder
+from shoal.weights.publish import PublishSettings, publish
 from tests.net.fault_proxy import FaultProxy, LineFault
 from tests.net.wires import serving
 from tests.weights.checkpoints import Chunks, make_checkpoint, published
@@ -41,11 +43,11 @@ async def read(source: HttpSource, start: int = 0, size: int = len(CHUNK)) -> by
 def ask(answer: Answer, start: int = 0, size: int = len(CHUNK), **options: object) -> bytes:
     """What a source reads of a server's answer."""
 
-    async def story() -> bytes:
+    async def scenario() -> bytes:
         async with web_server(answer) as url:
-            return await read(HttpSource(url, **({"trusted_address": True} | options)), start, size)  # type: ignore[arg-type]
+            return await read(HttpSource(url, **({"address": TRUSTED} | options)), start, size)  # type: ignore[arg-type]
 
-    return asyncio.run(asyncio.wait_for(story(), 20))
+    return asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def saying(data: bytes) -> Answer:
@@ -79,26 +81,26 @@ def test_an_ordinary_web_server_will_do(tmp_path):
     for digest, chunk in origin.held.items():
         (tmp_path / "bucket" / "run" / digest).write_bytes(chunk)
     with plain_web_server(tmp_path / "bucket") as url:
-        source = HttpSource(f"{url}/run/", trusted_address=True)
-        directory = asyncio.run(fetch(manifest, [source], tmp_path / "cache"))
+        source = HttpSource(f"{url}/run/", TRUSTED)
+        directory = asyncio.run(fetch(manifest, [source], VersionFolder(tmp_path / "cache")))
         assert (directory / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
 
 
 def test_a_server_without_range_serves_the_rest_of_a_chunk(tmp_path):
     (tmp_path / NAME).write_bytes(CHUNK)
     with plain_web_server(tmp_path) as url:
-        assert asyncio.run(read(HttpSource(url, trusted_address=True), start=5000)) == CHUNK[5000:]
+        assert asyncio.run(read(HttpSource(url, TRUSTED), start=5000)) == CHUNK[5000:]
 
 
 def test_a_server_with_range_sends_only_the_rest(tmp_path):
-    async def story() -> None:
+    async def scenario() -> None:
         FolderBlobs(tmp_path).put(CHUNK)
         async with blob_server(tmp_path) as port, FaultProxy(port, random.Random(0)) as proxy:
-            source = HttpSource(f"http://127.0.0.1:{proxy.port}/v1/blobs", trusted_address=True)
+            source = HttpSource(f"http://127.0.0.1:{proxy.port}/v1/blobs", TRUSTED)
             assert await read(source, start=10_000) == CHUNK[10_000:]
             assert proxy.passed_bytes < 1000
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_no_redirect_is_followed():
@@ -157,8 +159,8 @@ def test_a_stranger_names_no_address_inside_a_network():
     async def answer(path: str, headers: dict[str, str], writer: asyncio.StreamWriter) -> None:
         reached.append(path)
 
-    with pytest.raises(PeerError, match=r"127\.0\.0\.1: an address inside a network"):
-        ask(answer, trusted_address=False)
+    with pytest.raises(PeerError, match=r"127\.0\.0\.1, an address inside a network"):
+        ask(answer, address=STRANGERS)
     assert reached == []
 
 
@@ -174,12 +176,12 @@ def test_the_address_that_was_judged_is_the_one_that_is_asked(monkeypatch):
         hosts.append(headers["host"])
         writer.write(head(200, Content_Length=len(CHUNK)) + CHUNK)
 
-    async def story() -> bytes:
+    async def scenario() -> bytes:
         async with web_server(answer) as url:
             return await read(HttpSource(url.replace("127.0.0.1", "bucket.invalid")))
 
     monkeypatch.setattr(sources, "outside_address", judged)
-    assert asyncio.run(story()) == CHUNK
+    assert asyncio.run(scenario()) == CHUNK
     assert asked == ["bucket.invalid"] and hosts[0].startswith("bucket.invalid:")
 
 
@@ -199,7 +201,7 @@ def test_faults_on_the_way_load_no_wrong_weights(faults, tmp_path, monkeypatch):
     for chunk in origin.held.values():
         FolderBlobs(tmp_path / "blobs").put(chunk)
 
-    async def story() -> None:
+    async def scenario() -> None:
         num_faults = 0
         async with blob_server(tmp_path / "blobs") as port:
             seed = 0
@@ -213,17 +215,20 @@ def test_faults_on_the_way_load_no_wrong_weights(faults, tmp_path, monkeypatch):
                     FaultProxy(port, rng) as good,
                 ):
                     lines: list[ChunkSource] = [
-                        HttpSource(f"http://127.0.0.1:{proxy.port}/v1/blobs", trusted_address=True)
-                        for proxy in (bad, worse, good)
+                        HttpSource(f"http://127.0.0.1:{proxy.port}/v1/blobs", TRUSTED) for proxy in (bad, worse, good)
                     ]
                     directory = await fetch(
-                        manifest, lines, tmp_path / f"c{seed}", rng=rng, on_blame=lambda *told: None
+                        manifest,
+                        lines,
+                        VersionFolder(tmp_path / f"c{seed}"),
+                        rng=rng,
+                        events=TransferEvents(on_blame=lambda *told: None),
                     )
                     for name in ("config.json", "model.safetensors", "tokenizer.json"):
                         assert (directory / name).read_bytes() == (checkpoint / name).read_bytes()
                     num_faults += sum(bad.seen.values()) + sum(worse.seen.values())
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 _CLIENT = """
@@ -232,13 +237,14 @@ from pathlib import Path
 from shoal.protocol import encoding as wire
 from shoal.protocol.messages import Manifest
 from shoal.weights.fetch.fetch import fetch
-from shoal.weights.fetch.sources import HttpSource
+from shoal.weights.fetch.sources import TRUSTED, HttpSource
+from shoal.weights.fetch.version_directory import VersionFolder
 
 home = Path(sys.argv[1])
 manifest = wire.from_json((home / "manifest.json").read_bytes(), Manifest)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-sources = [HttpSource(url, trusted_address=True) for url in sys.argv[2:]]
-directory = asyncio.run(fetch(manifest, sources, home / "cache", on_blame=lambda *told: None))
+sources = [HttpSource(url, TRUSTED) for url in sys.argv[2:]]
+directory = asyncio.run(fetch(manifest, sources, VersionFolder(home / "cache")))
 print(directory.name, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
@@ -251,8 +257,8 @@ def test_a_client_that_is_killed_again_and_again_fetches_few_bytes_twice(tmp_pat
     save_file({"w": weights}, checkpoint / "model.safetensors")
     (checkpoint / "config.json").write_text("{}")
     origin = Chunks()
-    story = publish(checkpoint, origin, run="r", version=1, dtype="float32", chunk_bytes=1 << 20)
-    manifest = asyncio.run(story)
+    scenario = publish(checkpoint, origin, PublishSettings("r", 1, "float32", 1 << 20))
+    manifest = asyncio.run(scenario)
     (tmp_path / "manifest.json").write_bytes(encoding.to_json(manifest))
     for chunk in origin.held.values():
         FolderBlobs(tmp_path / "blobs").put(chunk)

@@ -6,8 +6,9 @@ import pytest
 
 from shoal.net.blobs import FolderBlobs
 from shoal.weights.fetch.fetch import fetch
+from shoal.weights.fetch.version_directory import VersionFolder
 from shoal.weights.file_ranges import Span, append_span, copy_span
-from shoal.weights.publish import FolderSink, publish
+from shoal.weights.publish import FolderSink, PublishSettings, publish
 from tests.weights.checkpoints import CHUNK_BYTES, RUN, published, same
 
 
@@ -23,7 +24,7 @@ def blobs(tmp_path, origin, checkpoint) -> FolderBlobs:
 
 def test_a_version_of_this_machine_comes_without_asking(tmp_path, checkpoint, origin, blobs):
     manifest = published(checkpoint, origin)
-    directory = asyncio.run(fetch(manifest, [], tmp_path / "cache", store=blobs.folder))
+    directory = asyncio.run(fetch(manifest, [], VersionFolder(tmp_path / "cache", store=blobs.folder)))
     assert same(directory, checkpoint)
     assert all(path.stat().st_nlink == 1 for path in directory.iterdir()), "what is done to it is not done to the blobs"
 
@@ -35,7 +36,7 @@ def test_a_damaged_blob_is_found_and_the_chunk_is_fetched(tmp_path, checkpoint, 
     damaged = blobs.path_of(entry.chunks[-1])
     data = damaged.read_bytes()
     damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    directory = asyncio.run(fetch(manifest, [origin], tmp_path / "cache", store=blobs.folder))
+    directory = asyncio.run(fetch(manifest, [origin], VersionFolder(tmp_path / "cache", store=blobs.folder)))
     assert same(directory, checkpoint)
     assert origin.asked == [entry.chunks[-1]]
 
@@ -44,7 +45,7 @@ def test_a_blob_that_is_missing_is_fetched(tmp_path, checkpoint, origin, blobs):
     manifest = published(checkpoint, origin)
     gone = manifest.files[0].chunks[0]
     blobs.delete(gone)
-    directory = asyncio.run(fetch(manifest, [origin], tmp_path / "cache", store=blobs.folder))
+    directory = asyncio.run(fetch(manifest, [origin], VersionFolder(tmp_path / "cache", store=blobs.folder)))
     assert same(directory, checkpoint) and origin.asked == [gone]
     assert not list((tmp_path / "cache").glob(".partial-*"))
 
@@ -54,9 +55,9 @@ def test_a_blob_that_is_missing_is_fetched(tmp_path, checkpoint, origin, blobs):
 
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1 << 20])
 def test_chunks_in_a_folder_are_those_that_would_be_sent(tmp_path, checkpoint, origin, chunk_bytes):
-    options = {"run": RUN, "version": 3, "dtype": "float32", "chunk_bytes": chunk_bytes}
-    sent = asyncio.run(publish(checkpoint, origin, **options))
-    left = asyncio.run(publish(checkpoint, FolderSink(tmp_path / "out"), **options))
+    release = PublishSettings(RUN, 3, "float32", chunk_bytes)
+    sent = asyncio.run(publish(checkpoint, origin, release))
+    left = asyncio.run(publish(checkpoint, FolderSink(tmp_path / "out"), release))
     assert left == sent
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == origin.held
 

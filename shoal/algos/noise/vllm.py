@@ -87,8 +87,6 @@ _DOMAIN_53 = 0x9E3779B9
 _BYTES = 16
 """Length of what is hashed."""
 
-"""Values made at a time: as many as fit a CPU's cache during the hash, or fill a GPU."""
-
 
 def murmur_gumbel_32(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
     """The family `murmur3-rand32-log1p`, float32[N, V]; arguments as of `gumbel.gumbel`."""

@@ -28,7 +28,7 @@ from shoal.engine.decoder import logprobs_of
 from shoal.engine.interface import Continuation, EngineRequest, PolicyScore, ScoreRequest, demand_room
 from shoal.engine.noise import NoiseScheme, family
 from shoal.engine.vllm.checkpoint import Adapter, adapter_in, files_for_vllm
-from shoal.errors import StateError
+from shoal.errors import StateError, one_line
 from shoal.models.device import AUTO, CPU, CUDA
 from shoal.models.open_model import spec_of
 from shoal.protocol.constants import VLLM
@@ -80,7 +80,7 @@ class VllmEngine:
                 from vllm import LLM  # noqa: F401 - which imports all that reads the environment
         except (ImportError, OSError, RuntimeError) as error:  # its compiled parts are for other libraries
             raise StateError(
-                f"vLLM is installed and cannot be imported ({_line(error)}): install it again, or join without it"
+                f"vLLM is installed and cannot be imported ({one_line(error)}): install it again, or join without it"
             ) from error
 
         device = _device(device)
@@ -134,7 +134,7 @@ class VllmEngine:
     def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         """One turn of each conversation. What their openings share is read once. Raises `StateError` if a turn could pass
         the last position."""
-        assert self._llm is not None and self.version >= 0, "load a policy before using the engine"
+        assert self._llm is not None, "load a policy before using the engine"
         for request in requests:
             demand_room(self._spec, request.token_ids, request.max_new)
             if len(request.token_ids) + request.max_new > self._longest:
@@ -144,13 +144,15 @@ class VllmEngine:
                 )
         if not requests:
             return []
-        with self._at_work, _told("sample with this policy"):
-            outputs = self._llm.generate(
-                [{"prompt_token_ids": list(request.token_ids)} for request in requests],
-                [self._params(request, temperature) for request in requests],
-                use_tqdm=False,
-                lora_request=self._asks,
-            )
+        with self._at_work:
+            assert self.version >= 0, "loading a version failed, so the engine has none"
+            with _told("sample with this policy"):
+                outputs = self._llm.generate(
+                    [{"prompt_token_ids": list(request.token_ids)} for request in requests],
+                    [self._params(request, temperature) for request in requests],
+                    use_tqdm=False,
+                    lora_request=self._asks,
+                )
         return [_continuation(output.outputs[0]) for output in outputs]
 
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
@@ -174,7 +176,6 @@ class VllmEngine:
         )  # fmt: skip
 
     def _opened(self, directory: Path, adapter: Adapter | None) -> Any:
-        """vLLM with the policy in a directory of ours. Raises `StateError`."""
         from vllm import LLM
 
         asked = arguments(self.facts)
@@ -231,7 +232,7 @@ def makes_noise_of(noise: str, device: str) -> bool:
     except (ImportError, TypeError):  # another version, whose sampler is elsewhere or takes other arguments
         return False
     except Exception as error:  # noqa: BLE001 - Triton and CUDA raise many things where they cannot run
-        log.warning("cannot try vLLM's own sampler on %s, so ours is used: %s", device, _line(error))
+        log.warning("cannot try vLLM's own sampler on %s, so ours is used: %s", device, one_line(error))
         return False
     return bool((drawn_N == expected_N).all())
 
@@ -285,12 +286,7 @@ def _told(what: str) -> Iterator[None]:
     except (ValueError, RuntimeError, NotImplementedError, KeyError, AssertionError) as error:
         if isinstance(error, RuntimeError) and "memory" in str(error):
             raise
-        raise StateError(f"vLLM cannot {what} ({_line(error)}): join without --engine vllm") from error
-
-
-def _line(error: Exception) -> str:
-    """What an error says, as one short line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+        raise StateError(f"vLLM cannot {what} ({one_line(error)}): join without --engine vllm") from error
 
 
 @contextlib.contextmanager

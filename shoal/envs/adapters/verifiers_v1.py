@@ -29,7 +29,7 @@ from shoal.envs.adapters.episode import (
     suspended,
 )
 from shoal.envs.adapters.message_conversion import History, ModelTurn, said
-from shoal.envs.adapters.rollout_v1 import AgentRollout, ToolServer, refuse
+from shoal.envs.adapters.verifiers_v1_rollout import AgentRollout, ToolServer, refuse
 from shoal.errors import ShoalError
 
 

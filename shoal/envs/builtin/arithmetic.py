@@ -20,7 +20,7 @@ import msgspec
 from shoal.env import Message, Player, Step, require_index
 from shoal.errors import ConfigError
 from shoal.protocol.encoding import domain_hash
-from shoal.tree import Section, from_tree
+from shoal.typed_toml import Section, from_tree
 
 FORMAT, DIGITS = 0.1, 0.4
 NUMBER = re.compile(r"-?[0-9]{1,40}")

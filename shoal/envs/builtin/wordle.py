@@ -26,7 +26,7 @@ from shoal.env import Message, Player, Step, require_index
 from shoal.envs.builtin.wordle_words import WORDS
 from shoal.errors import ConfigError
 from shoal.protocol.encoding import domain_hash
-from shoal.tree import Section, from_tree
+from shoal.typed_toml import Section, from_tree
 
 RIGHT, ELSEWHERE, ABSENT = "=", "+", "-"
 NOT_A_WORD = "?????"

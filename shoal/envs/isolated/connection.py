@@ -7,27 +7,28 @@ of another form ends it. This file does not deal with episodes.
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shoal.config.process_environment import SAME_EVERYWHERE, child_environment
 from shoal.envs.isolated import messages as f
-from shoal.envs.isolated.stack_trace import StackFile
 from shoal.errors import ShoalError, StateError, cause_of
-from shoal.pipes import Late, Pipes
+from shoal.ipc import Child, ChildExited, spawn
+from shoal.sandbox.cgroups import taken_bytes
 from shoal.sandbox.filesystem import INTERPRETER_FLAGS, OUTSIDE, SandboxPath, interpreter, standard_paths
-from shoal.sandbox.limits import NO_LIMIT, Ended, Limits, Outcome, Reason, Stopped
-from shoal.sandbox.sandboxed_process import Resident
-from shoal.sandbox.usage import taken_bytes
+from shoal.sandbox.limits import NO_LIMIT, Limits
+from shoal.sandbox.sandbox import Resident
 
 LIMITS = Limits(wall_s=10.0, cpu_s=NO_LIMIT, memory_mb=3072, processes=64, open_files=256, scratch_mb=64, file_mb=64)
 """Limits of an environment. Honest answers take milliseconds. The largest packages that we know have 2 GB of address space
@@ -36,8 +37,8 @@ once they are imported. CPU time would count for the whole life, so only wall ti
 OWN_LIMITS = replace(LIMITS, memory_mb=0)
 """Of a file of this user: time alone."""
 
-OPEN_S = 60.0
-"""Wall time to import the package and make its environment."""
+OPEN_S = 120.0
+"""Wall time to import the package and make its environment: as much as the host's env server gives."""
 
 SLOW_OPEN_S = 10.0
 """An import that takes longer is told."""
@@ -54,20 +55,16 @@ CODE = OUTSIDE / "code"
 OWN_FLAGS = ("-P", "-B", "-c")
 """No script's directory on `sys.path`, and no bytecode written beside the user's file."""
 
+STACK_S, STACK_BYTES = 0.5, 1 << 16
+"""How long a process that is to be ended may take to write where it is, and how much of that is read."""
+
+_FRAME = re.compile(r'File "([^"\n]*)", line (\d+) in ([^\n]+)')
+"""A line of a stack that `faulthandler` wrote, the deepest first."""
+
 log = logging.getLogger("envs")
 _encode = msgspec.msgpack.Encoder().encode
 _first = msgspec.msgpack.Decoder(f.EnvFacts | f.EnvRefused).decode
 _decode = msgspec.msgpack.Decoder(f.AnyAnswer).decode
-
-
-class Running(Protocol):
-    """The process at the other end: see `Resident` and `OwnProcess`."""
-
-    def ask(self, request: bytes, limit_s: float, most_bytes: int) -> bytes | Outcome: ...
-    def next(self, limit_s: float, most_bytes: int) -> bytes | Outcome: ...
-    def memory_bytes(self) -> int: ...
-    def kill(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class PackageSource(NamedTuple):
@@ -84,7 +81,7 @@ class PackageSource(NamedTuple):
     title: str
     """Name and version, for people."""
 
-    def start(self, limits: Limits) -> Running:
+    def start(self, limits: Limits) -> Child:
         """Start the sandbox. Raises `StateError`."""
         deps = self.dependencies
         shown = [
@@ -112,99 +109,68 @@ class OwnFile(NamedTuple):
     function: str
     args: Mapping[str, Any]
 
-    def start(self, limits: Limits) -> Running:
+    def start(self, limits: Limits) -> Child:
         """Start the child, whose memory nothing limits. Raises `StateError`."""
         return OwnProcess(OWN_PROGRAM, (str(self.path), self.function))
 
     @property
     def called(self) -> str:
-        """As above."""
         return str(self.path)
 
     def refused(self, why: str) -> str:
-        """As above."""
         return why if str(self.path) in why else f"cannot load environment {self.path}: {why}"
 
 
-class OwnProcess:
+class StackFile:
+    """Our end. The file is gone when this object is freed."""
+
+    def __init__(self) -> None:
+        """Raises `OSError`."""
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed when this object is freed
+        self.descriptor = self._file.fileno()
+        """What the process inherits."""
+
+    def ask(self, process: "subprocess.Popen[bytes]") -> None:
+        """Let a process that takes too long write where it is."""
+        until, size = time.monotonic() + STACK_S, 0
+        with contextlib.suppress(OSError):
+            process.send_signal(signal.SIGUSR2)
+            while time.monotonic() < until and not 0 < size == os.fstat(self.descriptor).st_size:
+                size = os.fstat(self.descriptor).st_size
+                time.sleep(0.02)
+
+    def place(self, path: str) -> tuple[str, str]:
+        """Where in a file its main thread was when a signal or a time limit ended it, as the end of a sentence, and within
+        which method; empty if unknown."""
+        stack = os.pread(self.descriptor, STACK_BYTES, 0).decode("utf-8", "replace")
+        shown = path.encode("ascii", "backslashreplace").decode()  # as `faulthandler` writes it
+        frames = [frame for frame in _FRAME.findall(stack) if frame[0] == shown]
+        return (f", at {path} line {frames[0][1]}", frames[-1][2]) if frames else ("", "")
+
+
+class OwnProcess(Child):
     """A child process of ours in which an environment of this user plays, with network, files and libraries: no sandbox.
 
-    For environment files that a run's host wrote. It answers as `sandbox/sandboxed_process` does: one main thread plays,
-    and a time limit ends it. It ends on `close()`, when this object is freed, and with the thread that started it.
+    For environment files that a run's host wrote. One main thread plays, and a time limit ends it. It ends on `end()`, when
+    this object is freed, and with the thread that started it.
     """
 
-    def __init__(self, program: str, arguments: Sequence[str]) -> None:
+    def __init__(self, program: str, arguments: Sequence[str] = ()) -> None:
         """`program` is Python. Its arguments are our process id, the file for `stack`, `arguments`, and our `sys.path`.
         Raises `StateError`."""
         try:
             self.stack = StackFile()
             stack = self.stack.descriptor
             command = [sys.executable, *OWN_FLAGS, program, str(os.getpid()), str(stack), *arguments, *sys.path]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=[stack],
-                env=child_environment(1) | SAME_EVERYWHERE, start_new_session=True,
-            )  # fmt: skip
+            super().__init__(spawn(command, child_environment(1) | SAME_EVERYWHERE, pass_fds=[stack]))
         except OSError as error:
-            raise StateError(
+            raise StateError(  # guard: no-process-fails-no-rollout
                 f"cannot start a process for an environment ({cause_of(error)}): allow more processes or memory"
             ) from None
-        self._pipes = Pipes(self._process)
-        self._ended: Outcome | None = None
 
-    def ask(self, request: bytes, limit_s: float, most_bytes: int) -> bytes | Outcome:
-        """The answer within `limit_s`, or how the process ended. An ended process stays ended."""
-        if self._ended is None:
-            try:
-                self._pipes.send(request, time.monotonic() + limit_s)
-            except Late:
-                self._end(Stopped(Reason.TIMEOUT))
-            except OSError:
-                self._end(self._outcome())
-        return self.next(limit_s, most_bytes)
-
-    def next(self, limit_s: float, most_bytes: int) -> bytes | Outcome:
-        """One more answer to the last request, of a program that sends several. As `ask`."""
-        if self._ended is None:
-            until = time.monotonic() + limit_s
-            try:
-                size = self._pipes.size(until)
-                if size <= most_bytes:
-                    return self._pipes.read(size, until)
-                self._end(Stopped(Reason.KILLED))
-            except Late:
-                self._end(Stopped(Reason.TIMEOUT))
-            except (EOFError, OSError):
-                self._end(self._outcome())
-        assert self._ended is not None
-        return self._ended
-
-    def memory_bytes(self) -> int:
-        """What the process and all that it started take now."""
-        return taken_bytes(self._process.pid)
-
-    def kill(self) -> None:
-        """End the process, from any thread: an `ask` that waits for its answer returns. `close` is due nevertheless."""
-        if self._process.poll() is None:
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        self._end(Stopped(Reason.KILLED))
-
-    def _end(self, outcome: Outcome) -> None:
-        if self._ended is None and outcome == Stopped(Reason.TIMEOUT):
-            self.stack.ask(self._process)
-        self._ended = self._ended or outcome
-        self._pipes.end()
-
-    def _outcome(self) -> Outcome:
-        """How a process ended that has closed its pipe."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        code = self._process.returncode
-        if code == -signal.SIGRTMAX:
-            return Stopped(Reason.MEMORY)
-        return Stopped(Reason.KILLED) if code is None else Ended(code)
+    def late(self) -> None:
+        """Let the process write where it is."""
+        self.stack.ask(self.process)
 
 
 class EnvProcessExited(Exception):
@@ -225,7 +191,7 @@ class EnvConnection:
         Raises `ShoalError` if the environment does not load, `StateError` if the process does not start.
         """
         self._source, self._limits, self._tell = source, limits, tell
-        self._running: Running | None = None
+        self._running: Child | None = None
         self._drop: list[int] = []
         self._told: set[str] = set()
         """Tracebacks that were already shown."""
@@ -248,7 +214,7 @@ class EnvConnection:
         self, requests: Sequence[tuple[type[f.IsolatedRequest], Mapping[str, Any]]], patience: float = 1.0
     ) -> Iterator[tuple[f.AnyAnswer, bytes]]:
         """The answers to several requests, which are sent at once, and their bytes, as they come. Each has its own time.
-        Raises `Gone`; a later request then gets a new process, which keeps no states."""
+        Raises `EnvProcessExited`; a later request then gets a new process, which keeps no states."""
         if self._running is None:
             self._running, facts = self._open()
             if facts != self.facts:
@@ -257,15 +223,16 @@ class EnvConnection:
         drop, self._drop = self._drop, []
         sent = [kind(drop if i == 0 else [], **fields) for i, (kind, fields) in enumerate(requests)]
         running, limit_s = self._running, patience * self._limits.wall_s
-        data = self._taken(running.ask(_encode(sent), limit_s, MAX_FRAME_BYTES), limit_s)
         for place, (kind, _) in enumerate(requests):
-            if place:
-                data = self._taken(running.next(limit_s, MAX_FRAME_BYTES), limit_s)
             try:
-                answer = _decode(data)
-            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+                if not place:
+                    running.send(_encode(sent), limit_s)
+                data = running.receive(limit_s, MAX_FRAME_BYTES)
+                answer = running.decoded(data, _decode)
+            except ChildExited as gone:
+                where, method = self._place()
                 self.end()
-                raise EnvProcessExited("sent a malformed answer") from None  # guard: answers-of-an-environment
+                raise EnvProcessExited(f"{gone}{where}", method) from None
             if isinstance(answer, f.EnvFault) and not (kind is f.Pose and answer.usual):
                 self._show(answer.trace)
             yield answer, data
@@ -275,28 +242,20 @@ class EnvConnection:
             self._told.add(trace)
             self._tell(trace)
 
-    def _open(self) -> tuple[Running, f.EnvFacts]:
+    def _open(self) -> tuple[Child, f.EnvFacts]:
         source = self._source
         running = source.start(self._limits)
         try:
             with log_if_slow(source.called, OPEN_S):
                 opened = running.ask(_encode(source.args), OPEN_S, MAX_FRAME_BYTES)
-            answer = _first(self._taken(opened, OPEN_S))
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            running.close()
-            raise EnvProcessExited("sent a malformed answer") from None
+            answer = running.decoded(opened, _first)
+        except ChildExited as gone:
+            raise EnvProcessExited(str(gone)) from None
         if isinstance(answer, f.EnvRefused):
-            running.close()
+            running.end()
             self._show(answer.trace)
             raise ShoalError(source.refused(answer.why))
         return running, answer
-
-    def _taken(self, told: bytes | Outcome, limit_s: float) -> bytes:
-        if isinstance(told, bytes):
-            return told
-        where, method = self._place()
-        self.end()
-        raise EnvProcessExited(gone_of(told, limit_s, self._limits) + where, method)
 
     def _place(self) -> tuple[str, str]:
         """Where in the file of this user its process was ended, and within which of its methods; empty if unknown."""
@@ -307,17 +266,17 @@ class EnvConnection:
     def memory_bytes(self) -> int:
         """What the process takes now. Any thread may ask."""
         running = self._running  # its own thread may end it meanwhile
-        return 0 if running is None else running.memory_bytes()
+        return 0 if running is None else taken_bytes(running.pid)
 
     def kill(self) -> None:
-        """End the process, from another thread: who waits for its answer then gets `Gone`."""
+        """End the process, from another thread: who waits for its answer then gets `EnvProcessExited`."""
         if (running := self._running) is not None:
             running.kill()
 
     def end(self) -> None:
         """End the process. The next request gets another one."""
         if self._running is not None:
-            self._running.close()
+            self._running.end()
             self._running = None
 
 
@@ -357,25 +316,3 @@ def our_code() -> Sequence[SandboxPath]:
     """Our own code, and the one package that our end inside needs."""
     folders = Path(__file__).parents[2], Path(str(msgspec.__file__)).parent
     return [SandboxPath(folder, CODE / folder.name) for folder in folders]
-
-
-def gone_of(outcome: Outcome, limit_s: float, limits: Limits) -> str:
-    """Why a process was ended, as the end of a sentence."""
-    if isinstance(outcome, Ended):
-        return _end_of(outcome.exit_code)
-    if outcome.reason is Reason.TIMEOUT:
-        return f"took longer than {limit_s:g} s"
-    if outcome.reason is Reason.MEMORY:
-        return f"took more than {limits.memory_mb} MB of memory" if limits.memory_mb else "found no memory left"
-    return "was ended by something else than its limits"
-
-
-def _end_of(code: int) -> str:
-    if code >= 0:
-        return f"ended by itself, with exit code {code}"
-    try:
-        name = f" ({signal.Signals(-code).name})"
-    except ValueError:
-        name = ""
-    why = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
-    return f"was ended by signal {-code}{name}{why}"

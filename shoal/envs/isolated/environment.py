@@ -21,14 +21,14 @@ from shoal.envs.isolated.connection import (
     EnvConnection,
     OwnFile,
     PackageSource,
-    gone_of,
     our_code,
 )
 from shoal.envs.isolated.pool import EnvProcess, PendingCall, Processes, ProcessPool, StateHandle, TaskHandle, hash_of
 from shoal.errors import ConfigError, ShoalError
+from shoal.ipc import ChildExited
 from shoal.sandbox.filesystem import INTERPRETER_FLAGS, OUTSIDE, SandboxPath, interpreter, standard_paths
 from shoal.sandbox.limits import Limits
-from shoal.sandbox.sandboxed_process import Resident
+from shoal.sandbox.sandbox import Resident
 from shoal.sandbox.selftest import examined
 from shoal.terminal import printable
 
@@ -243,7 +243,7 @@ def in_sandbox(
     return cast("Env", env)
 
 
-def in_process(path: Path, args: Mapping[str, Any], function: str, processes: Processes = Processes()) -> Env:
+def in_child(path: Path, args: Mapping[str, Any], function: str, processes: Processes = Processes()) -> Env:
     """The environment of a file of this user. Raises `ShoalError` if it does not load."""
     source = OwnFile(path, function, args)
     env = ContainedEnv(
@@ -273,11 +273,14 @@ def try_code(code: str, paths: Sequence[Path], timeout_s: float) -> str:
     demand_sandbox("the package")
     shown = [SandboxPath(path, OUTSIDE / path.name) for path in paths]
     places = [*(str(place) for _, place in shown), str(CODE), *standard_paths()]
-    resident = Resident([str(interpreter()), *INTERPRETER_FLAGS, "-c", _TRY, *places], LIMITS, [*shown, *our_code()])
-    told = resident.ask(code.encode(), timeout_s, 1 << 16)
-    resident.close()
-    if not isinstance(told, bytes):
-        raise ShoalError("it " + gone_of(told, timeout_s, LIMITS))
+    program = [str(interpreter()), *INTERPRETER_FLAGS, "-c", _TRY, *places]
+    resident = Resident(program, LIMITS, [*shown, *our_code()])
+    try:
+        told = resident.ask(code.encode(), timeout_s, 1 << 16)
+    except ChildExited as gone:
+        raise ShoalError(f"it {gone}") from None
+    finally:
+        resident.end()
     text = " ".join(told[1:].decode("utf-8", "replace").split())[:500]
     if told[:1] != b"+":
         raise ShoalError(text)
@@ -285,20 +288,16 @@ def try_code(code: str, paths: Sequence[Path], timeout_s: float) -> str:
 
 
 _TRY = """
-import contextlib, io, os, sys
-size = int.from_bytes(os.read(0, 4), "big")
-program = b""
-while len(program) < size: program += os.read(0, size - len(program))
-answers = os.dup(1)
-os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
+import contextlib, io, sys
 sys.path[:] = sys.argv[1:]
 sys.argv[1:] = []
+from shoal.ipc import read_message, take_pipes, write_message
+requests, answers = take_pipes()
 said = io.StringIO()
 try:
-    with contextlib.redirect_stdout(said): exec(compile(program, "probe", "exec"), {})
+    with contextlib.redirect_stdout(said): exec(compile(read_message(requests), "probe", "exec"), {})
     answer = "+" + said.getvalue()
 except Exception as error:
     answer = f"-{type(error).__name__}: {error}"
-data = answer.encode("utf-8", "replace")[:60000]
-os.write(answers, len(data).to_bytes(4, "big") + data)
+write_message(answers, answer.encode("utf-8", "replace")[:60000])
 """

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.envs.interface import EnvFacts as EnvFacts
+
 MAX_ANSWER_BYTES = 2 << 20
 """An environment that says more in one turn has failed: no policy reads that much."""
 
@@ -100,31 +102,6 @@ Points = bool | int | float | Parts
 
 class IsolatedAnswer(msgspec.Struct, tag=True):
     """What the inside says."""
-
-
-class EnvFacts(IsolatedAnswer):
-    """The environment, as it is when it has been made."""
-
-    name: str
-    num_tasks: int
-    num_heldout: int
-    reward_bounds: tuple[float, float]
-    members: list[str]
-    """The methods in OPTIONAL that it has."""
-    players: list[str]
-    num_seats: int
-    max_turn_tokens: int
-    max_tokens: int
-    parser: str
-    history: str
-    reproducible: bool
-    tools: list[dict[str, Any]]
-    template: dict[str, Any]
-    weights: dict[str, float]
-
-
-OPTIONAL = ("truncated_score", "group_scores", "success", "players", "solution")
-"""Methods that an environment need not have."""
 
 
 class EnvRefused(IsolatedAnswer):

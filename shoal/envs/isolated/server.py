@@ -1,11 +1,12 @@
 """The end in the other process: it makes one environment, and answers requests about it, in its main thread.
 
 The environment's interpreter imports it first, so it imports nothing that needs another package, except `msgspec`. The
-environment's code can change all of it, so nothing here protects anyone: `client` believes none of it.
+environment's code can change all of it, so nothing here protects anyone: `isolated/connection` believes none of it.
 
 Each call begins with the same global random state for the same task and turn, so code that draws from it repeats.
 """
 
+import faulthandler
 import hashlib
 import operator
 import os
@@ -22,12 +23,13 @@ import msgspec
 
 from shoal.chat.messages import Written
 from shoal.env import Action, Env, Score
+from shoal.envs.episode import marks_of
 from shoal.envs.exceptions import is_unreachable
-from shoal.envs.interface import describe_fault, describe_fault_of_call, number_of, players_of, step_of
+from shoal.envs.interface import describe, describe_fault, describe_fault_of_call, number_of, players_of, step_of
 from shoal.envs.isolated import messages as f
-from shoal.envs.isolated.stack_trace import write_stacks
 from shoal.envs.make_env import make_env
 from shoal.errors import ShoalError
+from shoal.ipc import OUT_OF_MEMORY, end_with, read_message, take_pipes, write_message
 
 MAKER = make_env.__code__.co_filename
 _decode = msgspec.msgpack.Decoder(list[f.AnyRequest]).decode
@@ -51,26 +53,24 @@ class Exited(BaseException):
 
 def serve(file: str, function: str) -> None:
     """A package in the sandbox: what it prints is dropped."""
-    requests, answers = os.dup(0), os.dup(1)
-    with open("/dev/null", "r+b", buffering=0) as nothing:  # what the package prints or reads is not a frame
-        os.dup2(nothing.fileno(), 0)
-        os.dup2(nothing.fileno(), 1)
     path = Path(file)
-    _serve(requests, answers, path, function, f"{path.parent}/")
+    _serve(*take_pipes(), path, function, f"{path.parent}/")
 
 
 def serve_own(parent: int, stack: int, file: str, function: str) -> None:
     """A file of this user in a child process of `parent`: what it prints goes to standard error. Where it is goes to the
     descriptor `stack`: see `write_stacks`."""
-    from shoal.pipes import end_with  # a sandbox does without ctypes
-
     end_with(parent)
     write_stacks(stack)
-    requests, answers = os.dup(0), os.dup(1)
-    with open("/dev/null", "rb", buffering=0) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    _serve(requests, answers, Path(file), function, "")
+    _serve(*take_pipes(prints_to=2), Path(file), function, "")
+
+
+def write_stacks(descriptor: int) -> None:
+    """In the process: from now on, where it is goes to this descriptor when it crashes, when an alarm that it set itself
+    ends it, and at SIGUSR2, which our end sends before it ends a call that takes long."""
+    faulthandler.enable(descriptor, all_threads=False)
+    faulthandler.register(signal.SIGUSR2, descriptor, all_threads=False)
+    faulthandler.register(signal.SIGALRM, descriptor, all_threads=False, chain=True)
 
 
 def _serve(requests: int, answers: int, path: Path, function: str, hidden: str) -> None:
@@ -82,19 +82,21 @@ def _serve(requests: int, answers: int, path: Path, function: str, hidden: str) 
         try:
             _seed("made")
             env = make_env(path, args, function)
-            first: f.IsolatedAnswer = facts_of(env)
+            first = facts_of(env)
         except MemoryError:
             raise
         except BaseException as error:  # noqa: BLE001  foreign code may raise anything while it is imported
-            _send(answers, _encode(f.EnvRefused(_line(error, describe_fault(error, path), hidden), _trace(error))))
+            write_message(
+                answers, _encode(f.EnvRefused(_line(error, describe_fault(error, path), hidden), _trace(error)))
+            )
             return
-        _send(answers, _encode(first))
+        write_message(answers, _encode(first))
         host = Inside(env, path, hidden)
         while True:
             for request in _decode(_receive(requests)):
-                _send(answers, host.answered(request))
+                write_message(answers, host.answered(request))
     except MemoryError:
-        os.kill(os.getpid(), signal.SIGRTMAX)  # tells the other end that the memory was too small
+        os.kill(os.getpid(), OUT_OF_MEMORY)
 
 
 def let_exits_raise() -> None:
@@ -168,7 +170,7 @@ class Inside:
         self._keep(request.new, after)
         done = bool(told.done)
         reply = None if done and not isinstance(told.reply, str) else _marked(told.reply)
-        steps = tuple((operator.index(end), number_of(reward, "the reward of a step")) for end, reward in told.steps)
+        steps = marks_of(told.steps, request.text)
         earned, seat = number_of(told.reward or 0.0, "the reward of a step"), operator.index(told.seat)
         answer = f.Acted(reply, done, earned, bool(told.learn), seat, bool(told.restart), steps=steps)
         if done:
@@ -225,22 +227,7 @@ class Inside:
 
 def facts_of(env: Env) -> f.EnvFacts:
     """What the other end needs to know before the first task. Raises what the environment raises."""
-    low, high = env.reward_bounds
-    members = [name for name in f.OPTIONAL if callable(getattr(env, name, None))]
-    return f.EnvFacts(
-        str(env.name), _whole(env.num_tasks), _whole(env.num_heldout), (float(low), float(high)), members,
-        [str(name) for name in env.players()] if "players" in members else [],  # type: ignore[attr-defined]
-        _whole(getattr(env, "num_seats", 1)), _whole(getattr(env, "max_turn_tokens", 0)),
-        _whole(getattr(env, "max_tokens", 0)), str(getattr(env, "parser", "")), str(getattr(env, "history", "append")),
-        bool(getattr(env, "reproducible", True)), [dict(tool) for tool in getattr(env, "tools", ())],
-        dict(getattr(env, "template", {})), {str(k): float(v) for k, v in getattr(env, "weights", {}).items()},
-    )  # fmt: skip
-
-
-def _whole(number: Any) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{number!r:.40} is not a whole number")
-    return number
+    return msgspec.structs.replace(describe(env), players=tuple(map(str, players_of(env))))
 
 
 def _points(score: Any) -> f.Points:
@@ -285,20 +272,7 @@ def _plain(text: str) -> str:
 
 
 def _receive(pipe: int) -> bytes:
-    return _read(pipe, int.from_bytes(_read(pipe, 4), "big"))
-
-
-def _read(pipe: int, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = os.read(pipe, min(size - len(data), 1 << 20))
-        if not piece:
-            _leave(0)
-        data += piece
-    return bytes(data)
-
-
-def _send(pipe: int, data: bytes) -> None:
-    rest = memoryview(len(data).to_bytes(4, "big") + data)
-    while rest:
-        rest = rest[os.write(pipe, rest) :]
+    """The next request. Ends this process if the other end is closed."""
+    if (data := read_message(pipe)) is None:
+        _leave(0)
+    return data

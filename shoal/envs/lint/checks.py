@@ -1,18 +1,31 @@
 """The checks of an environment in this process: behind `shoal env check`, and for tests.
 
 They play scripted and hostile actions, without a model or tokens, and return findings instead of raising exceptions. What
-an environment rewards is checked in `lint/reward_checks`; what only shows in another process, in `lint/run`.
+an environment rewards is checked in `lint/reward_checks`; what only shows in another process, in `lint/process_checks`.
+
+A new check needs its function in `checks_of` and its name in `ALWAYS` or `SOMETIMES`; one that compares processes, its
+place in `CheckedEnv` of `lint/process_checks`; and a row of tests/envs/test_sabotaged.py.
 """
 
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from shoal.chat.messages import BadMessage, arguments_of, normal, template_arguments
-from shoal.env import Action, Env, Task
-from shoal.envs.interface import describe_fault, earned, players_of, solution_of, source_of, step_of
-from shoal.envs.lint.finding import CheckFailed, CheckResult, Differs, NotImplementedByEnv, find, reproducible
+from shoal.chat.messages import BadMessage, normal, template_arguments
+from shoal.env import Env, GroupScoring
+from shoal.envs.episode import Episode
+from shoal.envs.interface import (
+    compares,
+    describe,
+    describe_fault,
+    earned,
+    make_task,
+    players_of,
+    solution_of,
+    source_of,
+)
+from shoal.envs.lint.finding import CheckFailed, CheckResult, Differs, NotImplementedByEnv, find
 from shoal.envs.lint.reward_checks import hacks, leaks, right_player, solutions, wrong_player
 from shoal.envs.lint.scripted_episode import (
     HOSTILE,
@@ -24,10 +37,11 @@ from shoal.envs.lint.scripted_episode import (
     replay_actions,
     scripted_player,
     stepwise,
+    take_turn,
     two_walks,
     while_time,
 )
-from shoal.protocol.audit_selection import MAX_REWARD
+from shoal.protocol.audit_and_pay import MAX_REWARD
 
 MAX_COMPARED = 4096
 """The most training tasks, and the most held-out tasks, that are compared with each other."""
@@ -75,16 +89,16 @@ def checks_of(env: Env, tasks: int = NUM_TASKS, seed: int = 0) -> dict[str, Call
         "hostile actions": lambda: _hostile(env, picked),
         "group scores": lambda: _group(env, picked, seed),
     }
-    if not getattr(env, "tools", ()):
+    if not describe(env).tools:
         del checks["tools"]
-    if getattr(env, "group_scores", None) is None:
+    if not compares(env):
         del checks["group scores"]
     return checks
 
 
 def pick(env: Env, tasks: int, seed: int) -> list[int]:
     """Which training tasks are played."""
-    most = min(tasks, max(0, env.num_tasks), NUM_TASKS if reproducible(env) else FEWER_TASKS)
+    most = min(tasks, max(0, env.num_tasks), NUM_TASKS if describe(env).reproducible else FEWER_TASKS)
     return sorted(random.Random(seed).sample(range(env.num_tasks), most)) if most else []
 
 
@@ -110,7 +124,7 @@ def _indices(env: Env) -> str:
         asked += [(-1, True), (env.num_heldout, True)]
     for index, heldout in asked:
         try:
-            _task(env, index, heldout)
+            make_task(env, index, heldout)
         except (IndexError, ValueError):
             continue
         call = f"task({index}{', heldout=True' if heldout else ''})"
@@ -144,12 +158,12 @@ def _heldout(env: Env) -> str:
     if env.num_heldout == 0:
         raise NotImplementedByEnv("there are no held-out tasks (num_heldout = 0): shoal eval will use training tasks")
     training = {repr(env.task(i)) for i in range(min(env.num_tasks, MAX_COMPARED))}
-    held = {repr(_task(env, i, True)) for i in range(min(env.num_heldout, MAX_COMPARED))}
+    held = {repr(make_task(env, i, True)) for i in range(min(env.num_heldout, MAX_COMPARED))}
     if both := sorted(training & held):
         raise CheckFailed(f"{len(both)} held-out tasks are training tasks too, such as {both[0]:.100}")
     last = env.num_heldout - 1
     for index in while_time(sorted({last * place // (FEWER_TASKS - 1) for place in range(FEWER_TASKS)})):
-        task, right = _task(env, index, True), players_of(env).get("right")
+        task, right = make_task(env, index, True), players_of(env).get("right")
         turns = solution_of(env, task)
         try:
             played(
@@ -216,18 +230,18 @@ def _hostile(env: Env, picked: Sequence[int]) -> str:
 
 def _group(env: Env, picked: Sequence[int], seed: int) -> str:
     """Each task's episodes as a group, compared twice."""
-    compare = getattr(env, "group_scores", None)
-    assert compare is not None, "only asked of environments that compare"
+    compare = cast(GroupScoring, env).group_scores
     for index in while_time(picked):
-        states = []
+        episodes = []
         players = [player for _, player in sorted(players_of(env).items())]
         for player in [*players, lambda state, rng: "", lambda state, rng: "a"]:
             act = scripted_player(player, seed, index)
-            state, done, turns = env.reset(env.task(index))[0], False, 0
-            while not done and turns < MAX_TURNS:
-                state, _, done = step_of(env.step(state, Action(act(state))))[:3]
-                turns += 1
-            states.append(state)
+            episode, done = Episode(env), False
+            episode.state, _ = env.reset(env.task(index))
+            while not done and len(episode.credit) < MAX_TURNS:
+                done = bool(take_turn(episode, act(episode.state)).done)
+            episodes.append(episode)
+        states = [episode.state for episode in episodes]
         scores, again = list(compare(list(states))), list(compare(list(states)))
         if len(scores) != len(states):
             raise CheckFailed(f"task {index}: group_scores() gives {len(scores)} scores for {len(states)} states")
@@ -235,9 +249,9 @@ def _group(env: Env, picked: Sequence[int], seed: int) -> str:
             raise Differs(
                 f"task {index}: group_scores() gives {scores!r:.60} and then {again!r:.60} for the same states"
             )
-        for state, score in zip(states, scores, strict=True):
+        for episode, score in zip(episodes, scores, strict=True):
             try:
-                earned(env, [env.score(state), score])
+                earned(env, [env.score(episode.state), score], episode.turn_rewards)
             except (ValueError, TypeError) as fault:
                 raise CheckFailed(f"task {index}, beside its siblings: {fault}") from None
     return f"{len(picked)} groups compared, the same way twice"
@@ -246,7 +260,8 @@ def _group(env: Env, picked: Sequence[int], seed: int) -> str:
 def _tools(env: Env) -> str:
     """Tools are functions with a name, and parameters as a JSON schema."""
     names = []
-    for tool in getattr(env, "tools", ()):
+    facts = describe(env)
+    for tool in facts.tools:
         function: Any = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not (isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(name, str) and name):
@@ -255,13 +270,9 @@ def _tools(env: Env) -> str:
             raise CheckFailed(f"the parameters of tool {name} are no JSON schema: give an object")
         names.append(name)
     try:
-        template_arguments(arguments_of(env))
+        template_arguments(facts.arguments)
     except BadMessage as problem:
         raise CheckFailed(str(problem)) from None
     if len(set(names)) < len(names):
         raise CheckFailed(f"two tools have the same name: {', '.join(names)}")
     return f"{', '.join(names)}"
-
-
-def _task(env: Env, index: int, heldout: bool) -> Task:
-    return env.task(index, heldout=True) if heldout else env.task(index)

@@ -1,12 +1,10 @@
-"""What a check says: one line with the evidence, the fault, or what is missing.
-
-It knows no environment.
-"""
+"""What a check says: one line with the evidence, the fault, or what is missing."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from shoal.envs.interface import describe_fault, source_of
+from shoal.env import Env
+from shoal.envs.interface import describe, describe_fault, source_of
 
 
 class CheckResult(NamedTuple):
@@ -16,6 +14,18 @@ class CheckResult(NamedTuple):
     outcome: Literal["passed", "failed", "skipped"]
     detail: str
     """One line: the evidence, the fault, or what is missing."""
+
+
+def passes(check: str, detail: str) -> CheckResult:
+    return CheckResult(check, "passed", detail)
+
+
+def fails(check: str, detail: str) -> CheckResult:
+    return CheckResult(check, "failed", detail)
+
+
+def skips(check: str, detail: str) -> CheckResult:
+    return CheckResult(check, "skipped", detail)
 
 
 class CheckFailed(Exception):
@@ -34,27 +44,22 @@ OR_DECLARE = "or declare reproducible = false: it then stays with the host"
 NOT_THE_SAME = "not reproducible, as it declares, so it stays with the host"
 
 
-def reproducible(env: object) -> bool:
-    """Whether an environment promises the same replies and scores for the same actions."""
-    return bool(getattr(env, "reproducible", True))
-
-
-def find(name: str, check: Callable[[], str], env: Any) -> CheckResult:
+def find(name: str, check: Callable[[], str], env: Env) -> CheckResult:
     """Run one check. Whatever it raises is its finding."""
     try:
-        return CheckResult(name, "passed", check())
+        return passes(name, check())
     except NotImplementedByEnv as reason:
-        return CheckResult(name, "skipped", str(reason))
+        return skips(name, str(reason))
     except Differs as problem:
-        return differs(name, str(problem), reproducible(env))
+        return differs(name, str(problem), describe(env).reproducible)
     except CheckFailed as problem:
-        return CheckResult(name, "failed", str(problem))
+        return fails(name, str(problem))
     except Exception as error:  # noqa: BLE001  foreign code may raise anything: that is a finding too
-        return CheckResult(name, "failed", f"raised {describe_fault(error, source_of(env))}")
+        return fails(name, f"raised {describe_fault(error, source_of(env))}")
 
 
 def differs(name: str, problem: str, promised: bool) -> CheckResult:
     """The finding about an environment that is not reproducible: a fault only if it promised to be."""
     if promised:
-        return CheckResult(name, "failed", f"{problem}, {OR_DECLARE}")
-    return CheckResult(name, "skipped", f"{NOT_THE_SAME}: {problem}")
+        return fails(name, f"{problem}, {OR_DECLARE}")
+    return skips(name, f"{NOT_THE_SAME}: {problem}")

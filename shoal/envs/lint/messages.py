@@ -18,9 +18,27 @@ Seen = tuple[tuple[Literal["network", "processes", "files", "import"], str, str]
 """Kind, words and place of what the environment did."""
 
 CALL = b"\x01"
-"""How a frame begins that names the call which the environment's code now is in. All others are JSON."""
+"""How a message begins that names the call which the environment's code now is in. All others are JSON."""
 
 T = TypeVar("T")
+
+
+class LoadRequest(msgspec.Struct):
+    """Which environment a process loads, and how."""
+
+    name: str
+    settings: dict[str, Any] | None
+    """What a run file adds."""
+    args: dict[str, Any]
+    sources: list[str]
+    """Its files or folders."""
+    reproducible: bool
+    refuses: bool
+    """Whether it must do without network, processes and files."""
+    call_s: float
+    """Time for one call of the environment."""
+    elsewhere: bool = False
+    """Whether another clock is shown to it."""
 
 
 class MalformedReply(Exception):

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shoal.chat.messages import normal, text_of
 from shoal.env import Env
-from shoal.envs.interface import players_of, solution_of
-from shoal.envs.lint.finding import CheckFailed, NotImplementedByEnv, reproducible
+from shoal.envs.interface import describe, make_task, players_of, solution_of
+from shoal.envs.lint.finding import CheckFailed, NotImplementedByEnv
 from shoal.envs.lint.scripted_episode import (
     HOSTILE,
     MAX_TURNS,
@@ -56,11 +56,10 @@ def solutions(env: Env) -> str:
     """Each solution of the environment's own earns the highest reward."""
     count, high = 0, max(env.reward_bounds)
     for heldout, index in while_time(_every(env)):
-        turns = solution_of(env, env.task(index, heldout=True) if heldout else env.task(index))
+        turns = solution_of(env, make_task(env, index, heldout))
         if turns is None:
             raise NotImplementedByEnv("there is no solution(task), so the answers were not tried")
-        task = env.task(index, heldout=True) if heldout else env.task(index)
-        walk, count = played(env, task, replay_actions(turns)), count + 1
+        walk, count = played(env, make_task(env, index, heldout), replay_actions(turns)), count + 1
         where = f"{'held-out task' if heldout else 'task'} {index}: its own solution {turns[-1]!r:.60}"
         if not walk.done:
             raise CheckFailed(f"{where} does not end the episode after {len(turns)} turns: solution() gives all turns")
@@ -97,11 +96,11 @@ def wrong_player(env: Env, picked: Sequence[int], seed: int) -> str:
 
 def leaks(env: Env, picked: Sequence[int], seed: int) -> str:
     """No solution can be copied from the opening by a rule that fits all tasks."""
-    if getattr(env, "answer_in_prompt", False):
+    if describe(env).answer_in_prompt:
         raise NotImplementedByEnv("the answer is in the prompt, as the environment declares (answer_in_prompt)")
     known = _single_answers(env, picked, seed)
     if len(set(known.values())) < 3:
-        given = getattr(env, "solution", None) is not None
+        given = "solution" in describe(env).members
         remedy = "solution(task) gives several turns, or too few" if given else "give solution(task)"
         raise NotImplementedByEnv(f"fewer than three different answers of one turn are known: {remedy}")
     form = before, _ = _form(list(known.values()))
@@ -126,12 +125,13 @@ def leaks(env: Env, picked: Sequence[int], seed: int) -> str:
 
 def hacks(env: Env, picked: Sequence[int], seed: int) -> str:
     """No answer that is not right is rewarded: nothing, the prompt itself, another task's answer, all answers at once."""
-    if getattr(env, "num_seats", 1) > 1:
+    facts = describe(env)
+    if facts.num_seats > 1:
         raise NotImplementedByEnv("the policy plays several seats, so a fixed answer may win")
     known = _single_answers(env, picked, seed)
-    few = list(picked)[: FEW_TASKS if reproducible(env) else 2]
+    few = list(picked)[: FEW_TASKS if facts.reproducible else 2]
     tried = 0
-    for guess in while_time(GUESSES if reproducible(env) else GUESSES[:2]):
+    for guess in while_time(GUESSES if facts.reproducible else GUESSES[:2]):
         tried += 1
         empty = not any(map(str.isalnum, guess))
         _demand_unrewarded(env, few if empty else _solved_otherwise(few, known, guess), guess)
@@ -292,7 +292,7 @@ def _mixed(env: Env, index: int, known: Mapping[int, str]) -> Iterator[tuple[str
     if own is None:
         return
     for told in dict.fromkeys((texts[-1], "\n".join(texts))):
-        if _plain(own) != _plain(told) and not getattr(env, "answer_in_prompt", False):
+        if _plain(own) != _plain(told) and not describe(env).answer_in_prompt:
             yield "a copy of the prompt", told
     if len(others) < 2:
         return

@@ -1,7 +1,4 @@
-"""One episode, played by a script and observed: what checks are made of.
-
-It needs no model and no tokens, and compares nothing.
-"""
+"""One episode, played by a script and observed: what checks are made of."""
 
 import random
 import time
@@ -10,10 +7,10 @@ from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 from shoal.chat.messages import BadMessage, Written, as_messages, normal
-from shoal.env import Action, Env, Player, State, Task
-from shoal.envs.interface import earned, finite_rewards, players_of, step_of, success_of
-from shoal.envs.lint.finding import CheckFailed, Differs, reproducible
-from shoal.envs.step_credit import marks_of
+from shoal.env import Action, Env, Player, State, Step, Task
+from shoal.envs.episode import Episode
+from shoal.envs.interface import describe, earned, finite_rewards, players_of, success_of
+from shoal.envs.lint.finding import CheckFailed, Differs
 
 MAX_TURNS = 256
 """An episode that takes more turns than this counts as endless."""
@@ -68,34 +65,13 @@ def stepwise(
     env: Env, task: Task, act: Act, score_often: bool = False, turns: int = MAX_TURNS
 ) -> Iterator[ScriptedEpisode | None]:
     """Play an episode turn by turn: yield None after each turn, then the walk. Tools are called as in Hermes."""
-    state, _ = env.reset(task)
+    episode, done = Episode(env), False
+    episode.state, _ = env.reset(task)
     actions: list[str] = []
     replies: list[Any] = []
-    earned_so_far: list[float] = []
-    earned_by: list[tuple[float, ...]] = []
-    done = False
-    tools = getattr(env, "tools", ())
-    notation = getattr(env, "parser", "") or ("hermes" if tools else "")
-    while not done and len(actions) < turns and (action := act(state)) is not None:
-        told = env.step(state, Action(action, notation, tools=tools))
-        try:
-            step = step_of(told)
-        except TypeError as problem:
-            raise CheckFailed(str(problem)) from None
-        state, reply, done = step[:3]
-        seats = getattr(env, "num_seats", 1)
-        if step.seat not in range(seats):
-            raise CheckFailed(f"step() gives the next turn to seat {step.seat!r:.20}: num_seats is {seats}")
-        try:
-            marks = marks_of(step.steps, action)
-        except (TypeError, ValueError) as problem:
-            raise CheckFailed(f"step() marks steps that are none: {problem}") from None
-        try:
-            finite_rewards([step.reward])
-        except (TypeError, ValueError) as problem:
-            raise CheckFailed(f"step() gives the reward {step.reward!r:.60}: {problem}") from None
-        earned_so_far += [step.reward, *(reward for _, reward in marks)]
-        earned_by.append((step.reward, *(number for mark in marks for number in mark)))
+    while not done and len(actions) < turns and (action := act(episode.state)) is not None:
+        step = take_turn(episode, action)
+        reply, done = step.reply, bool(step.done)
         if not done:
             try:
                 normal(as_messages(_without_turns(reply) if step.restart else reply))
@@ -104,10 +80,25 @@ def stepwise(
         actions.append(action)
         replies.append(None if done else reply)
         if score_often:
-            _score(env, state, earned_so_far)
+            _score(env, episode.state, episode.turn_rewards)
         yield None
-    score = _score(env, state, earned_so_far)
-    yield ScriptedEpisode(tuple(actions), tuple(replies), bool(done), score, success_of(env, state), tuple(earned_by))
+    score = _score(env, episode.state, episode.turn_rewards)
+    paid = tuple((reward, *(number for mark in marks for number in mark)) for reward, marks in episode.credit)
+    yield ScriptedEpisode(tuple(actions), tuple(replies), done, score, success_of(env, episode.state), paid)
+
+
+def take_turn(episode: Episode, action: str) -> Step:
+    """Play a turn. Raises `CheckFailed` if what `step` returns breaks a rule."""
+    facts = episode.facts
+    notation = facts.parser or ("hermes" if facts.tools else "")
+    told = episode.env.step(episode.state, Action(action, notation, tools=facts.tools))
+    try:
+        step = episode.answer(told, action)
+        finite_rewards([step.reward])
+    except (TypeError, ValueError) as problem:
+        words = str(problem)
+        raise CheckFailed(words if words.startswith("step() ") else f"step() answers wrongly: {words}") from None
+    return step
 
 
 def replay_actions(actions: Sequence[str]) -> Act:
@@ -179,13 +170,13 @@ def _score(env: Env, state: State, turn_rewards: Sequence[float] = ()) -> float:
 
     Raises `CheckFailed` if it is not a number within the bounds.
     """
-    low, high = env.reward_bounds
-    for judge in (getattr(env, "truncated_score", None), env.score):
-        if judge is None:
+    (low, high), facts = env.reward_bounds, describe(env)
+    for name in ("truncated_score", "score"):
+        if name != "score" and name not in facts.members:
             continue
-        name = getattr(judge, "__name__", "score")
+        judge = getattr(env, name)
         score = judge(state)
-        again = judge(state) if reproducible(env) else score
+        again = judge(state) if facts.reproducible else score
         if isinstance(score, bool):
             raise CheckFailed(f"{name}() gives {score!r:.60}, not a number from {low:g} to {high:g}")
         if score != again and not (score != score and again != again):

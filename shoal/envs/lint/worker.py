@@ -1,7 +1,6 @@
 """The process in which `shoal env check` plays an environment: it loads it, runs its checks, and records episodes.
 
-It answers requests in frames (4 bytes of length, then JSON) on standard input and output. It compares nothing with other
-processes.
+It answers requests in JSON, by `shoal/ipc`, and compares nothing with other processes.
 """
 
 import contextlib
@@ -16,27 +15,30 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shoal.chat.messages import arguments_of, as_messages, normal, text_of
+import msgspec
+
+from shoal.chat.messages import as_messages, normal, text_of
 from shoal.config.env_settings import EnvConfig
 from shoal.env import Env
-from shoal.envs.interface import describe_fault, players_of
+from shoal.envs.interface import describe, describe_fault, players_of
 from shoal.envs.lint.audit import MEMORY_MB, AuditedEnv, EnvAudit
 from shoal.envs.lint.checks import FEWER_TASKS, checks_of, pick
 from shoal.envs.lint.fake_clock import ELSEWHERE_S, HERE_S, set_clock
-from shoal.envs.lint.finding import CheckFailed, find, reproducible
-from shoal.envs.lint.messages import CALL
+from shoal.envs.lint.finding import CheckFailed, find
+from shoal.envs.lint.messages import CALL, LoadRequest
 from shoal.envs.lint.scripted_episode import HOSTILE, Act, played, replay_actions, scripted_player, while_time
 from shoal.envs.load import load_env
-from shoal.envs.run_settings import opening_of, with_settings
+from shoal.envs.settings_wrapper import opening_of, with_settings
 from shoal.errors import ShoalError
-from shoal.tree import from_tree
+from shoal.ipc import read_message, take_pipes, write_message
+from shoal.typed_toml import from_tree
 
 RECORDED = 12
 """Tasks that are played in each process."""
 
 RECORDED_TURNS = 24
 METHODS = ("step", "score", "truncated_score")
-"""Those whose answers `check/walk` judges."""
+"""Those whose answers `lint/scripted_episode` judges."""
 
 MAX_TEXT = 2000
 """Characters of a text that are compared."""
@@ -72,36 +74,35 @@ class LintedEnv:
         if self._watch:
             self._watch.allow(self.limit_s)
 
-    def ask_load(
-        self, name: str, settings: dict[str, Any] | None, args: Mapping[str, Any], sources: Sequence[str],
-        reproducible: bool, elsewhere: bool, refuses: bool, call_s: float,
-    ) -> Any:  # fmt: skip
-        """Load the environment. `sources` are its files or folders."""
+    def ask_load(self, what: dict[str, Any]) -> Any:
+        """Load the environment, as a `LoadRequest` says."""
+        asked = msgspec.convert(what, LoadRequest)
 
         def own(file: str) -> bool:
-            return any(file == source or file.startswith(source + "/") for source in sources)
+            return any(file == source or file.startswith(source + "/") for source in asked.sources)
 
-        watch = self._watch = EnvAudit(own, refuses, call_s, self._stop, self._begins)
-        set_clock(ELSEWHERE_S if elsewhere else HERE_S, own, elsewhere)
+        watch = self._watch = EnvAudit(own, asked.refuses, asked.call_s, self._stop, self._begins)
+        set_clock(ELSEWHERE_S if asked.elsewhere else HERE_S, own, asked.elsewhere)
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         _limit_memory()
-        self.source = Path(sources[0])
+        self.source = Path(asked.sources[0])
         self.allow()
         with watch.load():
-            env: Any = load_env(name, args)
+            env: Any = load_env(asked.name, asked.args)
         self._bare = env
-        promised = reproducible and bool(getattr(env, "reproducible", True))
-        watched: Env = AuditedEnv(env, watch, {"reproducible": promised, "source": Path(sources[0])})
+        by_class = describe(env).reproducible
+        promised = asked.reproducible and by_class
+        watched: Env = AuditedEnv(env, watch, {"reproducible": promised, "source": self.source})
         self._env = watched
-        if settings is not None:
-            self._env = with_settings(watched, from_tree(settings, EnvConfig, "envs"))
+        if asked.settings is not None:
+            self._env = with_settings(watched, from_tree(asked.settings, EnvConfig, "envs"))
         self._checks = checks_of(self._env)
         return {
             "checks": list(self._checks),
             "promised": promised,
-            "by_class": bool(getattr(env, "reproducible", True)),
+            "by_class": by_class,
         }
 
     def ask_check(self, name: str) -> Any:
@@ -119,7 +120,7 @@ class LintedEnv:
     def ask_record(self, actions: Sequence[Sequence[Sequence[str]]] | None, backwards: bool) -> Any:
         """Openings and episodes of a few tasks, played forwards or backwards. `actions` are those of each episode of each
         task; if there are none, players and hostile texts choose them."""
-        env, count = self._env, RECORDED if reproducible(self._env) else FEWER_TASKS
+        env, count = self._env, RECORDED if describe(self._env).reproducible else FEWER_TASKS
         tasks = [(index, False) for index in pick(env, count, 1)]
         tasks += [(index, True) for index in range(min(env.num_heldout, count // 4))]
         numbers = list(range(len(tasks)) if actions is None else range(len(actions)))
@@ -143,7 +144,8 @@ class LintedEnv:
             ]
         messages = env.reset(task)[1]
         told: dict[str, Any] = {"index": index, "heldout": heldout, "opens": _texts(messages), "episodes": []}
-        told["prompt"] = _plain([opening_of(env, messages, task), arguments_of(env), getattr(env, "max_tokens", 0)])
+        facts = describe(env)
+        told["prompt"] = _plain([opening_of(env, messages, task), facts.arguments, facts.max_tokens])
         for act in acts:
             walk = played(env, task, act, turns=RECORDED_TURNS)
             told["episodes"].append({
@@ -170,20 +172,13 @@ def _plain(value: Any) -> Any:
 
 def main() -> None:
     """Answer requests until the other end closes."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    silent = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(silent, descriptor)
+    requests, answers = take_pipes()
 
     def answer(value: Any) -> None:
-        data = json.dumps(value).encode()
-        answers.write(len(data).to_bytes(4, "big") + data)
-        answers.flush()
+        write_message(answers, json.dumps(value).encode())
 
     def begins(call: str) -> None:
-        data = CALL + call.encode("utf-8", "replace")
-        answers.write(len(data).to_bytes(4, "big") + data)
-        answers.flush()
+        write_message(answers, CALL + call.encode("utf-8", "replace"))
 
     def report_exit(code: int) -> None:
         frame = sys._getframe(1)
@@ -194,13 +189,14 @@ def main() -> None:
     def report_alarm(number: int, frame: FrameType | None) -> None:
         call, place = (f"{child.last}, " if child.last else ""), child.place_of(frame)
         begins(f"{call}at {place}" if place else child.last)
-        _leave(128 + number)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
     child = LintedEnv(answer, begins)
     signal.signal(signal.SIGALRM, report_alarm)
     os._exit = report_exit  # type: ignore[assignment]
-    while size := requests.read(4):
-        request = json.loads(requests.read(int.from_bytes(size, "big")))
+    while (data := read_message(requests)) is not None:
+        request = json.loads(data)
         try:
             child.limit_s = request.pop("limit_s")
             child.allow()

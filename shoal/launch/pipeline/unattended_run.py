@@ -13,16 +13,16 @@ from rich.console import Console, RenderableType
 
 from shoal.errors import StateError
 from shoal.launch.admin import administer
-from shoal.launch.role_process import counted_signals
-from shoal.launch.supervisor import open_crew
+from shoal.launch.local_run import open_local_run
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
-from shoal.ledger.hints import IN_A_NEW_RUN
-from shoal.ledger.run import NO_SIGNAL
-from shoal.protocol.messages import Status
+from shoal.ledger.remedies import IN_A_NEW_RUN
+from shoal.ledger.run_events import NO_SIGNAL
+from shoal.protocol.messages import AdminRequest, Status
 from shoal.protocol.rollout_validation import unbegun_remedy
 from shoal.run_folder import RunFolder
-from shoal.runs.conversation import why_paused
-from shoal.runs.run_status import CoordinatorWatch, RunStatus
+from shoal.runs.remote_status import CoordinatorWatch
+from shoal.runs.rollout_samples import why_paused
+from shoal.runs.run_status import RunStatus
 from shoal.views.terminal.live_view import LiveView, RunView
 
 IDLE_LIMIT_S = 1800.0
@@ -31,13 +31,13 @@ goes on."""
 
 
 def launch_unattended(run_dir: Path, lock_fd: int) -> int:
-    """As `launch` of `launch/supervisor`, with its workers. Raises `StateError` also if the run waits for a person or a
+    """As `launch` of `launch/local_run`, with its workers. Raises `StateError` also if the run waits for a person or a
     node."""
     folder = RunFolder(run_dir)
     view = UnattendedView(LiveView(Console()), folder)
-    crew = open_crew(run_dir, lock_fd, True, lambda: view)
-    with counted_signals(crew):
-        return crew.run(view.resume)
+    local_run = open_local_run(run_dir, lock_fd, True, lambda: view)
+    with local_run.supervisor.counted_signals():
+        return local_run.run(view.resume)
 
 
 class UnattendedView:
@@ -57,7 +57,7 @@ class UnattendedView:
         if not status.pause_cause or status.phase != "paused":
             return ""
         self._resumed_at = status.accepted
-        administer("resume", str(self._folder.root), "", None)
+        administer("resume", str(self._folder.root), AdminRequest(), None)
         return "The run had paused itself. It was started again, so it goes on."
 
     def show(self, snapshot: RunStatus) -> None:
@@ -99,7 +99,7 @@ class UnattendedView:
         if self._clock() - self._idle_since > IDLE_LIMIT_S:  # guard: unattended-run-ends-without-workers
             return (
                 f"no worker has had a lease for {IDLE_LIMIT_S / 60:.0f} minutes, and the run waits for "
-                f"{status.waiting_for}. The logs in {self._folder.logs} say more; the same command goes on"
+                f"{status.wait_in_words}. The logs in {self._folder.logs} say more; the same command goes on"
             )
         return ""
 

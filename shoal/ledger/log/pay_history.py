@@ -5,19 +5,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from shoal.ledger.event import Entry
-from shoal.ledger.registry import apply, lines_of
+from shoal.ledger.event_types import apply, lines_of
 from shoal.ledger.replay_context import PayContext, Verdicts
 from shoal.ledger.state import State
 from shoal.ledger.verdicts import VerdictGiven
 from shoal.protocol.encoding import to_json
-from shoal.protocol.messages.responses import CreditLine, Statement
+from shoal.protocol.messages.responses import CreditLine, CreditPage, Statement
 from shoal.protocol.signing import Key, verify_signature
 
 # --- A node's pay explained ---
 #
-# A line for each event of the log that touched it, with the verdict behind it.
-#
-# The lines of each kind of event are in `LINES` of its subject's file in `rules/`.
+# The lines of each kind of event are in `LINES` of its subject's file.
 
 
 def explain(entries: Iterable[Entry], state: State, node: str) -> Iterator[CreditLine]:
@@ -34,9 +32,25 @@ def explain(entries: Iterable[Entry], state: State, node: str) -> Iterator[Credi
         yield from lines_of(body, PayContext(entry, state, node, verdicts))
 
 
+MAX_CREDIT_LINES = 500
+"""Most lines on one page that explains a node's pay, but for those of its last event."""
+
+
+def credit_page(entries: Sequence[Entry], state: State, node: str, after: int) -> CreditPage:
+    """What changed a member's pay in these entries after event `after`, at most about MAX_CREDIT_LINES lines."""
+    end, lines = max([after, *(entry.seq for entry in entries[-1:])]), list[CreditLine]()
+    for line in explain(entries, state, node):
+        if line.seq <= after:
+            continue
+        if len(lines) >= MAX_CREDIT_LINES and line.seq > lines[-1].seq:
+            end = lines[-1].seq
+            break
+        lines.append(line)
+    member = state.members[node]
+    return CreditPage(node, member.leases, member.lapsed, tuple(lines), end, end < state.seq)
+
+
 # --- A balance that its owner can show to anybody ---
-#
-# Signed by the run key, and checked without asking the run.
 #
 # The signature shows that the run's host said so; that it is what the log gives is shown by replaying the log up to the
 # event that the statement names.

@@ -150,7 +150,6 @@ def _is_empty(error: sa.exc.SQLAlchemyError) -> bool:
 
 
 def _reason(error: sa.exc.SQLAlchemyError) -> str:
-    """What the database says, and what to do about it."""
     cause = getattr(error, "orig", None) or error
     code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_CANTOPEN:

@@ -14,13 +14,13 @@ import msgspec
 from shoal.errors import ShoalError, StateError
 from shoal.ledger.constants import RULES_VERSION
 from shoal.ledger.event import Body, Entry, RawEvent, read_stored
+from shoal.ledger.event_types import apply, decide, make_entry, typed
 from shoal.ledger.log.sqlite_store import Store
-from shoal.ledger.registry import apply, decide, make_entry, typed
-from shoal.ledger.run import RunCreated
 from shoal.ledger.run_decisions import consequent_events
+from shoal.ledger.run_events import RunCreated
 from shoal.ledger.state import State
 from shoal.ledger.versions import CheckpointPublished
-from shoal.protocol.branching import NO_FIT, groups_fit
+from shoal.protocol.continuations import NO_FIT, groups_fit
 from shoal.protocol.encoding import WireError, from_json
 
 
@@ -90,13 +90,11 @@ class _NamedVersion(msgspec.Struct, frozen=True):
 
 
 class _FirstBody(msgspec.Struct):
-    """What every version of the first event has."""
-
     law: _NamedVersion = _NamedVersion()
 
 
 class Command(Protocol):
-    """Something asked of the run; each file in `facts/` defines some."""
+    """Something asked of the run."""
 
     @property
     def now(self) -> float:

@@ -1,6 +1,6 @@
 """What crosses the wire: the nouns of the protocol, as frozen values, by subject. Names only."""
 
-from shoal.protocol.fields import Fact, Message, Response, fact
+from shoal.protocol.field_types import Fact, Message, Response, fact
 from shoal.protocol.messages.batches import (
     AdapterBase,
     Batch,

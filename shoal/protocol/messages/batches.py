@@ -2,7 +2,7 @@
 
 import msgspec
 
-from shoal.protocol.fields import Fact, Message, Response, Url
+from shoal.protocol.field_types import Fact, Message, Response, Url
 from shoal.protocol.messages.responses import LrFactor
 from shoal.protocol.messages.verdicts import StepRewards
 

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 from msgspec import UNSET, UnsetType
 
 from shoal.protocol.encoding import domain_hash
-from shoal.protocol.fields import Message
-from shoal.protocol.fields import Said as Why
+from shoal.protocol.field_types import Message
+from shoal.protocol.field_types import Said as Why
 from shoal.protocol.messages.rollouts import POLICY, Block, Ending, Group, Rollout
 
 Outcome = Literal["", "environment", "length", "error", "void"]

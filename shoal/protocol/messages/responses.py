@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from shoal.protocol.constants import MAX_MEASURED, MAX_NODES, MAX_STANDING_ALARMS, MIN_LR_FACTOR
-from shoal.protocol.fields import Fact, Message, Response
+from shoal.protocol.field_types import Fact, Message, Response
 from shoal.protocol.messages.verdicts import Check
 
 # --- requests of the host ---
@@ -134,6 +134,13 @@ class Status(Response, frozen=True):
     """Keys of validators that were admitted and have never joined: the last of them."""
     waiting_on: str = ""
     """Whom `waiting_for` is about: host, trainer, validators, workers or nothing."""
+    remedy: str = ""
+    """What the host may do about it, as sentences without the last stop; empty if nothing is said of it."""
+
+    @property
+    def wait_in_words(self) -> str:
+        """What is waited for, and what the host may do about it."""
+        return f"{self.waiting_for}. {self.remedy}" if self.remedy else self.waiting_for
 
 
 class StateHash(Response, frozen=True):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.protocol.constants import EPISODES, MAX_ROLLOUT_ROWS
-from shoal.protocol.fields import Fact, Message, Response, Said
+from shoal.protocol.field_types import Fact, Message, Response, Said
 from shoal.protocol.messages.run import Sampling
 
 ENVIRONMENT, POLICY, UNTRAINED = 0, 1, 2

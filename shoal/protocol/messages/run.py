@@ -7,7 +7,20 @@ import msgspec
 
 from shoal.protocol.algorithm_config import Algorithm, Grpo
 from shoal.protocol.constants import COMPLETIONS, EPISODES, MAX_ROLLOUT_TOKENS
-from shoal.protocol.fields import Count, Fact, Message, NonNegative, OpenShare, Positive, Response
+from shoal.protocol.field_types import (
+    Count,
+    Fact,
+    Finite,
+    Fraction,
+    Message,
+    NonNegative,
+    OpenShare,
+    Positive,
+    PositiveShare,
+    Response,
+    Share,
+    Whole,
+)
 from shoal.protocol.noise import PHILOX, FamilyName
 
 # --- sampling ---
@@ -97,11 +110,11 @@ class EnvSettings(Message, frozen=True, kw_only=True):
     parser: str = ""
     """How the policy writes tool calls: hermes, qwen-xml, glm, deepseek, gemma, lfm, mistral, llama, harmony, atem, none.
     Empty takes what the chat template shows."""
-    weights: dict[str, float] = {}
+    weights: dict[str, Finite] = {}
     """Weights of the parts of the reward, over those of the environment."""
-    max_turn_tokens: int = 0
+    max_turn_tokens: Whole = 0
     """Tokens of one turn, if fewer than sampling.max_turn_tokens; 0 is the same."""
-    max_tokens: int = 0
+    max_tokens: Whole = 0
     """Tokens of a row, usually a whole rollout, if fewer than sampling.max_tokens; 0 is the same."""
     history: Literal["", "append", "template"] = ""
     """What the policy reads of its earlier turns: all tokens so far (append), or what the chat template shows of them
@@ -150,6 +163,10 @@ def kind_of(envs: Iterable[EnvSpec]) -> str:
 # --- what validators allow ---
 
 
+Proofs = Literal["none", "toploc"]
+"""Of activations: nothing, or one proof in TOPLOC's format for each group."""
+
+
 class Bounds(Message, frozen=True):
     """How much honest work may differ between the dtypes that sample and recompute; `shoal calibrate` measures it. A side
     may also name another kind of engine than the embedded one, as KIND:DTYPE, such as "remote:bfloat16/float32". A node
@@ -175,30 +192,30 @@ class Bounds(Message, frozen=True):
 class Rules(Message, frozen=True):
     """The part of the run file that every node must know."""
 
-    group_size: int
-    block_groups: int
-    batch_groups: int
-    max_staleness: int
-    steps: int
-    lease_s: float
-    audit_rate: float
+    group_size: Count
+    block_groups: Count
+    batch_groups: Count
+    max_staleness: Whole
+    steps: Count
+    lease_s: Positive
+    audit_rate: Share
     dtype: str
     """The dtype in which workers sample: float32, bfloat16 or int8. A manifest names the one of the published version."""
     bounds: dict[str, Bounds]
     """Bounds by "sampled/recomputed", such as "bfloat16/float32": the run's dtype, and that of the validator's engine."""
-    proofs: Literal["none", "toploc"] = "none"
-    """What a worker proves about its activations: nothing, or one proof in TOPLOC's format for each group."""
-    activation_error: float = 0.0
+    proofs: Proofs = "none"
+    """What a worker proves about its activations."""
+    activation_error: Fraction = 0.0
     """Largest mean relative error of a group's proof that passes."""
-    worker_share: float = 1.0
+    worker_share: PositiveShare = 1.0
     """Largest share of a batch's groups that one worker may fill, but always one group; 1 if max_staleness is 0."""
-    paid_tokens: int = 0
+    paid_tokens: Whole = 0
     """Most policy tokens that are paid for each rollout, on average over its group; 0 pays all."""
-    max_flat_groups: int = 0
+    max_flat_groups: Whole = 0
     """Groups without signal in a row after which the run stops leasing and waits for its host; 0 never stops."""
     algorithm: Algorithm = Grpo()
     """Decides which groups have signal, and what their rollouts are worth."""
-    quarantine_s: float = 30.0
+    quarantine_s: NonNegative = 30.0
     """Length of a worker's first quarantine, seconds."""
 
 
@@ -326,7 +343,7 @@ class NodeState(Response, frozen=True):
     leases: int = 0
     """All that were ever granted, including the lapsed ones."""
     influence: float = 0.0
-    """Sum over its groups that the trainer learned from, see `protocol.audit_selection.influence`."""
+    """Sum over its groups that the trainer learned from, see `protocol.audit_and_pay.influence`."""
     stale: int = 0
     """Leases closed at no cost: their version was too old, or the host's environment hung. Not counted in `lapsed`."""
     left: bool = False

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shoal.protocol.constants import MAX_ROLLOUT_STEPS
-from shoal.protocol.fields import Message
+from shoal.protocol.field_types import Message
 from shoal.protocol.messages.rollouts import Lease
 
 
@@ -20,7 +20,7 @@ class StepReward(NamedTuple):
 
 # guard: few-steps
 StepRewards = Annotated[tuple[StepReward, ...], msgspec.Meta(max_length=MAX_ROLLOUT_STEPS)]
-"""Of one rollout, in the order in which it was played. Their sum is its reward, as `protocol/group_rewards` adds."""
+"""Of one rollout, in the order in which it was played. Their sum is its reward, as `protocol/reward_rules` adds."""
 
 
 class Faults(Message, frozen=True, omit_defaults=True):
@@ -49,10 +49,10 @@ class Check(Message, frozen=True):
     """One number in [0, 1) for each slot. With rewards and lengths, they decide which other groups are audited."""
     rate: float = 1.0
     mean_influence: float = 0.0
-    """Mean influence of the run's groups when the draws were made; see `protocol.audit_selection.must_audit`."""
+    """Mean influence of the run's groups when the draws were made; see `protocol.audit_and_pay.must_audit`."""
     mean_pay: float = 0.0
     """Mean pay of the worker's newest groups when the draws were made, tokens; see
-    `protocol.audit_selection.must_audit`."""
+    `protocol.audit_and_pay.must_audit`."""
     project_for: tuple[str, ...] = ()
     """Keys to project the activations for: the validator's own, and those of the validators that judged before it."""
     record: str | UnsetType = UNSET

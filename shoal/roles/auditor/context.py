@@ -8,12 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shoal.chat.isolated import RendererLimits
 from shoal.chat.renderer import Renderer
 from shoal.engine.interface import Engine, PolicyScore, ScoreRequest
-from shoal.engine.memory_estimate import scored_on_gpu
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.env import Env
 from shoal.envs.replay import replay_group
@@ -21,13 +19,11 @@ from shoal.ledger.event import Entry
 from shoal.ledger.log.check import Audit
 from shoal.ledger.status import run_info_of
 from shoal.ledger.verdicts import Decision, Rechecked, VerdictGiven
-from shoal.runs.public_run import PublicRun, fetch_weights
-from shoal.verification.context import Tools
+from shoal.models.memory import EngineMemory, engine_memory_in, scored_on_gpu
+from shoal.runs.log_source import PublicRun, fetch_weights
+from shoal.verification.check_context import Tools
 from shoal.weights.engine_loader import LoadedEngine, contained
-from shoal.weights.memory_limit import Memory, needs_of, share_of_free_mb
-
-if TYPE_CHECKING:
-    from shoal.engine.memory_estimate import AnyNeeds, Needs
+from shoal.weights.memory_limit import Memory, share_of_free_mb
 
 
 class AuditContext:
@@ -49,7 +45,7 @@ class AuditContext:
         self.scores: list[PolicyScore] = []
         """Scores of the submission that was judged last."""
         self._policy: LoadedEngine | None = None
-        self._room: tuple[Memory, Needs | AnyNeeds] | None = None
+        self._room: tuple[Memory, EngineMemory] | None = None
         """The limit of memory, and what the policy that was loaded last needs."""
         self._renderer: Renderer | None = None
 
@@ -72,7 +68,7 @@ class AuditContext:
             engine = open_engine(replace(self.spec, kind=kind, dtype=self.state.rules.dtype, noise=noise))
             self._policy = LoadedEngine(engine, self._open_renderer)
         memory = self._room[0] if self._room else Memory.of(self._limit_mb, device=self._policy.engine.facts.device)
-        self._room = memory, needs_of(directory, self.state.rules.dtype)
+        self._room = memory, engine_memory_in(directory, self.state.rules.dtype)
         needs = self._room[1]
         # guard: audited-policy-fits-memory
         memory.demand(f"loading version {version}", needs.load(), needs.loaded)

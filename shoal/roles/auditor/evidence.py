@@ -14,18 +14,18 @@ from typing import NamedTuple, TypeVar
 
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
 from shoal.ledger.log.check import FAULTS, Audit, receipt_findings
-from shoal.ledger.records import LeaseRecord
 from shoal.ledger.slot_draws import lease_of
 from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord
 from shoal.ledger.versions import CheckpointPublished
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import WireError, digest, from_json
 from shoal.protocol.host_signatures import is_promised, terms_of
-from shoal.roles.node.evidence import Kind, kept_in
-from shoal.runs.public_run import PublicRun, UrlRun, verified
-from shoal.runs.retention import Expiry
-from shoal.weights.manifest import content_of, open_manifest
+from shoal.roles.node.evidence_store import Kind, kept_in
+from shoal.runs.log_source import PublicRun, UrlRun, verified
+from shoal.runs.retention_rule import Expiry
+from shoal.weights.manifest import ManifestTrust, content_of, open_manifest
 
 P = TypeVar("P", t.Grant, t.Receipt)
 
@@ -92,7 +92,7 @@ def _take(pile: EvidenceSet, kind: Kind, path: Path, state: State) -> None:
         raise ConfigError(f"cannot read evidence {path}: {cause_of(error)}") from None
     try:
         if kind == "manifest":
-            manifest = open_manifest(data, run=state.run, keys=state.publishers, now=None)
+            manifest = open_manifest(data, ManifestTrust(state.run, state.publishers), now=None)
             pile.manifests.append(TrainerManifest(str(path), digest(data), manifest))
         elif kind == "grant":
             pile.grants.append((str(path), _promise(data, t.Grant, state)))
@@ -196,7 +196,7 @@ async def _logged_manifests(pile: EvidenceSet, log: Audit, run: PublicRun) -> di
     for version in (asked & state.main.versions.keys()) - found.keys():
         with contextlib.suppress(PeerError, StateError):
             data = await run.manifest(version, state.main.versions[version].manifest)
-            found[version] = open_manifest(data, run=state.run, keys=state.publishers, now=None, version=version)
+            found[version] = open_manifest(data, ManifestTrust(state.run, state.publishers), now=None, version=version)
     return found
 
 

@@ -1,6 +1,6 @@
 """An open run of the coordinator: leases and submissions, and what the rules must not have: clock, secrets and blobs.
 
-HTTP is in `calls`, the rules are in `ledger`.
+HTTP is in `routes`, the rules are in `ledger`.
 """
 
 import asyncio
@@ -18,20 +18,19 @@ from shoal.errors import StateError
 from shoal.ledger.batches import SlotVoid
 from shoal.ledger.commands import AskLease, ReturnLeases, Submit, Tick
 from shoal.ledger.errors import Refused, Wait
-from shoal.ledger.hints import QUOTA
+from shoal.ledger.event_types import decide
 from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.ledger.log.writer import LogWriter
-from shoal.ledger.records import LeaseRecord
-from shoal.ledger.registry import decide
-from shoal.ledger.run import RulesChanged
+from shoal.ledger.remedies import QUOTA
+from shoal.ledger.run_events import RulesChanged
 from shoal.ledger.slot_draws import audit_draws, lease_of, turn_draws, turns
 from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord
 from shoal.ledger.submissions import lease_to_fill
 from shoal.ledger.verdict_decisions import overdue
-from shoal.metrics import MetricsFollower
 from shoal.models.open_model import needs_transformers
 from shoal.net.blobs import FolderBlobs, Upload
-from shoal.net.server_process import port_of_living
+from shoal.net.server_address import port_of_living
 from shoal.protocol import messages as t
 from shoal.protocol.constants import BODY_WINDOW_S, COMPLETIONS, MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
 from shoal.protocol.encoding import WireError, digest, from_msgpack, to_msgpack
@@ -42,11 +41,12 @@ from shoal.protocol.messages.run import kind_of
 from shoal.protocol.rollout_validation import most_bytes
 from shoal.protocol.seed_chain import SecretChain
 from shoal.protocol.signing import Key
+from shoal.roles.coordinator.blob_retention import BlobRetention, origin_of
 from shoal.roles.coordinator.env_hang_reports import StopReports
 from shoal.roles.coordinator.env_server_client import EnvServerClient, tasks_text
 from shoal.roles.coordinator.relays import RelayList
-from shoal.roles.coordinator.retention import BlobRetention, origin_of
 from shoal.run_folder import RunFolder
+from shoal.step_metrics import MetricsFollower
 from shoal.verification.branch_parents import named_parents
 from shoal.verification.encode_submission import largest_submission_bytes
 
@@ -62,9 +62,9 @@ class Coordinator:
     """An open run."""
 
     def __init__(
-        self, folder: RunFolder, config: RunConfig, book: LogWriter, key: Key, clock: Callable[[], float]
+        self, folder: RunFolder, config: RunConfig, log_writer: LogWriter, key: Key, clock: Callable[[], float]
     ) -> None:
-        self.book, self.clock = book, clock
+        self.log_writer, self.clock = log_writer, clock
         self._config, self.key, self._first_policy = config, key, folder.policy
         self.blobs = FolderBlobs(folder.blobs)
         self.hub, self._origin_address = folder.hub, folder.origin_address
@@ -76,10 +76,10 @@ class Coordinator:
         secret = folder.secret()
         self.slot_links = SecretChain(secret, SLOT_CHAIN).links()
         self.audit_links = SecretChain(secret, AUDIT_CHAIN).links()
-        self.kept = BlobRetention(self.blobs, book, config.storage, folder.chunks)
+        self.kept = BlobRetention(self.blobs, log_writer, config.storage, folder.chunks)
         inside = not config.host.public_url
         # no event has their times, and a clock that is set must not drop all of them
-        self.relays = RelayList(book.state.run, time.monotonic, self.kept.public_piece, may_be_inside=inside)
+        self.relays = RelayList(log_writer.state.run, time.monotonic, self.kept.public_piece, may_be_inside=inside)
         self.publishing = asyncio.Lock()
         """Versions are taken one at a time: a trainer's request may outlive the trainer."""
         self._telling = set[str]()
@@ -93,13 +93,13 @@ class Coordinator:
         self.forked = set[str]()
         """Members that have seen an event which this log lacks."""
         self.stop_reports = StopReports()
-        self.stage = EnvServerClient(folder.stage_address, key, book.state.run)
+        self.stage = EnvServerClient(folder.stage_address, key, log_writer.state.run)
         self._forgers = set[str]()
         """Workers that sent another rollout than the stage recorded, each told in the log once."""
 
     @property
     def state(self) -> State:
-        return self.book.state
+        return self.log_writer.state
 
     @property
     def has_adapter(self) -> bool:
@@ -174,7 +174,7 @@ class Coordinator:
             lease, tasks = self._stopped(key, request)
             if lease is not None:  # guard: only-its-own-stops
                 self.stop_reports.add(lease, self.state.members[key].name, request, tasks)
-            for entry in await self.book.submit(
+            for entry in await self.log_writer.submit(
                 ReturnLeases(key, request.returning, self.clock(), request.stopped if lease else -1, tasks)
             ):
                 match entry.body:
@@ -194,7 +194,7 @@ class Coordinator:
         ask = AskLease(key, request.holding, request.tokens_per_s, self.clock(), self._most_blocks())
         if not in_turn and decide(ask, self.state):
             raise Wait("workers that have waited longer come first", 1.0)
-        await self.book.submit(ask)
+        await self.log_writer.submit(ask)
         lease = next((x for x in self.state.open_leases_of(key) if x.id not in request.holding), None)
         if lease is None:
             raise Wait("the lease was taken back at this moment", 0.5)
@@ -326,7 +326,7 @@ class Coordinator:
             submit = Submit(
                 key, lease_id, name, upload.size, groups, draws, order, self.clock(), created, of_turns, record
             )
-            await self.book.submit(submit)
+            await self.log_writer.submit(submit)
         except (Refused, StateError):
             if name not in self.state.submissions:
                 for blob in (name, record) if record else (name,):
@@ -394,7 +394,9 @@ class Coordinator:
         hung, late = self.stage.host_hung(leases), overdue(self.state, now)
         envs = {name: self.labels(self.state.lease_of(self.state.submissions[name])) for name in late}
         # Each tick does only the first kind of what is due: many lapses must not keep a dispute from its end.
-        while await self.book.submit(Tick(now, self.links_of(self.hidden_versions() if ended else []), hung, envs)):
+        while await self.log_writer.submit(
+            Tick(now, self.links_of(self.hidden_versions() if ended else []), hung, envs)
+        ):
             pass
 
     def hidden_versions(self) -> list[int]:

@@ -7,9 +7,8 @@ import logging
 from typing import Any
 
 from shoal.ledger.batch_selection import is_fresh
-from shoal.ledger.per_event_cache import once_per_event
-from shoal.ledger.records import LeaseRecord, StopsRecord, StreamRecord
-from shoal.ledger.state import State
+from shoal.ledger.state import State, once_per_event
+from shoal.ledger.state_records import LeaseRecord, StopsRecord, StreamRecord
 from shoal.protocol.messages import LeaseRequest
 from shoal.terminal import quote
 

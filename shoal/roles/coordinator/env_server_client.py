@@ -15,11 +15,11 @@ from typing import TypeVar
 
 from shoal.errors import PeerError
 from shoal.ledger.errors import Refused
-from shoal.ledger.hints import ENDED_CALLS
-from shoal.ledger.records import LeaseRecord
+from shoal.ledger.remedies import ENDED_CALLS
+from shoal.ledger.state_records import LeaseRecord
 from shoal.net.client import Client, PeerRefused
 from shoal.net.server import RequestRefused
-from shoal.net.server_process import told_address
+from shoal.net.server_address import told_address
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.signing import Key

@@ -19,7 +19,7 @@ from shoal.ledger.lease_granting import blocks_to_give
 from shoal.ledger.leases import LeaseGranted, LeaseLapsed
 from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.members import NodeQuarantined, NodeRestored, member_as, refuse_replayed
-from shoal.ledger.run import RulesChanged, RunEnded
+from shoal.ledger.run_events import RulesChanged, RunEnded
 from shoal.ledger.state import State
 from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import Decision
@@ -46,8 +46,8 @@ _FOR_THOSE_ASIDE = (BatchFormed, CheckpointPublished, NodeQuarantined, SlotVoid)
 class LeaseQueue:
     """All polls of a coordinator that wait for a lease."""
 
-    def __init__(self, book: LogWriter, clock: Callable[[], float]) -> None:
-        self._book, self._clock = book, clock
+    def __init__(self, log_writer: LogWriter, clock: Callable[[], float]) -> None:
+        self._log_writer, self._clock = log_writer, clock
         self._numbers = itertools.count()
         self._polls: dict[str, list[WaitingPoll]] = {}
         """Polls of each worker, by its key."""
@@ -61,7 +61,7 @@ class LeaseQueue:
         """By worker whose last poll ended without a lease: its number, and when the poll ended. Oldest first."""
         self._timer: asyncio.TimerHandle | None = None
         """The next look, while polls wait."""
-        book.watch(self._committed)
+        log_writer.watch(self._committed)
 
     @contextmanager
     def place(self, key: str) -> "Iterator[WaitingPoll]":
@@ -129,7 +129,9 @@ class LeaseQueue:
             self._call([self._waiting[number] for number in heapq.nsmallest(spare, self._waiting)])
 
     def _blocks(self) -> int:
-        return blocks_to_give(self._book.state, self._book.state.main, max(self._book.state.time, self._clock()))
+        return blocks_to_give(
+            self._log_writer.state, self._log_writer.state.main, max(self._log_writer.state.time, self._clock())
+        )
 
     def _look_again(self) -> None:
         """Time alone makes a block late, without an event."""
@@ -156,7 +158,7 @@ class LeaseQueue:
             if isinstance(body, _FOR_THOSE_ASIDE):
                 back = list(self._aside.values())
             else:
-                polls = self._polls.get(_worker_of(body, self._book.state), [])
+                polls = self._polls.get(_worker_of(body, self._log_writer.state), [])
                 if isinstance(body, LeaseGranted):  # it may have closed the poll that was granted the lease
                     for place in polls:
                         place.served = True
@@ -211,12 +213,12 @@ def _worker_of(body: Body, state: State) -> str:
             return ""
 
 
-# --- The latest signed requests for leases, so that one that is sent again gets no second lease ---
+# --- replays of requests for leases ---
 #
 # A worker's key signs each poll once, so the same request a second time comes from a proxy that repeats requests, or from
-# an attacker. It gets the lease that the poll got, or is told to come back; an older poll is refused, and an honest
-# client signs the next one. This is in memory alone: after a restart, each poll of the last SIGNATURE_WINDOW_S seconds
-# that its key signed after its latest join or leave may get one lease again. What the log holds stays refused.
+# an attacker. It gets the lease that the poll got, or is told to come back; an older poll is refused. This is in memory
+# alone: after a restart, each poll of the last SIGNATURE_WINDOW_S seconds that its key signed after its latest join or
+# leave may get one lease again. What the log holds stays refused.
 
 
 class Poll:

@@ -1,7 +1,7 @@
 """The coordinator: grants leases, takes submissions, hands them to validators, forms batches, keeps the log.
 
-The rules are in `ledger`, the HTTP calls in `api`; `desk` has the run's secrets and blobs. It does not know the model, and
-does not import torch.
+The rules are in `ledger`, the HTTP calls in `routes`; `coordinator` has the run's secrets and blobs.
+It does not know the model, and does not import torch.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import contextlib
 import logging
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +24,34 @@ from shoal.config import (
     difficulty_of,
     sampling_of,
 )
-from shoal.envs.describe import Declared, declared
-from shoal.envs.load import env_digest
+from shoal.envs.interface import EnvFacts
+from shoal.envs.load import env_digest, facts_of
 from shoal.errors import ConfigError, StateError
 from shoal.ledger.commands import Admin, Reconfigure
 from shoal.ledger.constants import LAW, Law
 from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.log.writer import LogWriter
-from shoal.ledger.run import Create, RunCreated
+from shoal.ledger.run_events import Create, RunCreated
 from shoal.ledger.state import State
 from shoal.net.connection_limits import ServerLimits, connections_that_fit, http_server
 from shoal.net.key_files import load_key, load_or_make_key
-from shoal.net.server_process import listen, port_of_last_start, tell_address
+from shoal.net.server_address import listen, port_of_last_start, tell_address
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import vine_of
 from shoal.protocol.constants import COMPLETIONS, EPISODES, MODEL_STOPS
 from shoal.protocol.encoding import WireError, from_json
 from shoal.protocol.host_signatures import is_promised
+from shoal.protocol.messages import AdminRequest
 from shoal.protocol.seed_chain import SecretChain
 from shoal.protocol.task_draws import TaskList
 from shoal.protocol.tolerances import dtypes_of, wire_bounds
-from shoal.roles.coordinator.calls import application
 from shoal.roles.coordinator.coordinator import Coordinator
+from shoal.roles.coordinator.routes import application
 from shoal.roles.node.serve_chunks import kept_up
 from shoal.run_folder import RunFolder
-from shoal.runs.public_run import demand_whole_log
-from shoal.tree import to_tree
+from shoal.runs.log_source import demand_whole_log
+from shoal.typed_toml import to_tree
 
 log = logging.getLogger("coordinator")
 
@@ -64,7 +65,7 @@ def main(run_dir: Path) -> None:
     """Serve a run until told to stop. Raises `StateError` if folder, log or port cannot be used."""
     folder = RunFolder(run_dir)
     config = folder.start_config()
-    desk = open_run(folder, config)
+    coordinator = open_run(folder, config)
     folder.take_start()
     last = port_of_last_start(folder.address, (config.host.origin_port, config.host.dashboard_port))
     listener = listen(config.host.bind, config.host.port, last, "host.port")
@@ -72,28 +73,32 @@ def main(run_dir: Path) -> None:
     url = config.host.public_url or f"http://{host}:{port}"
     tell_address(folder.address, port, url)
     log.info(
-        "serving run=%s url=%s version=%d events=%d", desk.state.name, url, desk.state.main.version, desk.state.seq + 1
+        "serving run=%s url=%s version=%d events=%d",
+        coordinator.state.name,
+        url,
+        coordinator.state.main.version,
+        coordinator.state.seq + 1,
     )
-    if behind := desk.clock_behind():
+    if behind := coordinator.clock_behind():
         log.warning("%s", behind)
     limits = ServerLimits(total=connections_that_fit(), trusted=config.host.trusted_proxies)
-    http_server(application(desk, lifespan=_ticking(desk)), limits).run(sockets=[listener])
+    http_server(application(coordinator, lifespan=_ticking(coordinator)), limits).run(sockets=[listener])
 
 
 def open_run(
     folder: RunFolder, config: RunConfig, clock: Callable[[], float] = time.time, law: Law = LAW
 ) -> Coordinator:
-    """Open a run's desk: replay its log, or begin one under `law`."""
+    """Open a run's coordinator: replay its log, or begin one under `law`."""
     key = load_or_make_key(folder.keys / "run.key")
-    book = LogWriter(Store(sqlite_url(folder.log)))
+    log_writer = LogWriter(Store(sqlite_url(folder.log)))
     now = clock()
-    demand_whole_log(book.state, folder)
-    demand_receipts(book, folder, key.public)
-    demand_steps(book.state, config.steps, folder)
-    if book.state.seq < 0:
-        book.write(Create(created(folder, config, key.public, law), now), now)
-    elif book.state.phase != "ended":
-        found, logged = _unlabelled(env_specs(config)), _unlabelled(book.state.envs)
+    demand_whole_log(log_writer.state, folder)
+    demand_receipts(log_writer, folder, key.public)
+    demand_steps(log_writer.state, config.steps, folder)
+    if log_writer.state.seq < 0:
+        log_writer.write(Create(created(folder, config, key.public, law), now), now)
+    elif log_writer.state.phase != "ended":
+        found, logged = env_specs(config), list(log_writer.state.envs)
         if found != logged:
             pairs = zip(config.envs, found, logged, strict=False)
             others = [env.label for env, one, other in pairs if one != other] or ["their number"]
@@ -101,30 +106,32 @@ def open_run(
                 f"environments of this run have changed since it started ({', '.join(others)}): their source, their tasks "
                 "or their settings. Put the old ones back to resume, or start a new run"
             )
-        if task_lists(folder, config, book.state.envs) != (book.state.task_lists or {}):  # guard: task-lists-of-the-log
+        if task_lists(folder, config, log_writer.state.envs) != (
+            log_writer.state.task_lists or {}
+        ):  # guard: task-lists-of-the-log
             raise StateError(
                 f"the task lists in {folder.task_lists} are not those that the log began with: restore them from a copy"
             )
-        if config.train.algorithm != book.state.rules.algorithm:  # guard: algorithm-of-the-log
+        if config.train.algorithm != log_writer.state.rules.algorithm:  # guard: algorithm-of-the-log
             raise StateError(
-                f"the rules in the log name the algorithm {to_tree(book.state.rules.algorithm)}, "
+                f"the rules in the log name the algorithm {to_tree(log_writer.state.rules.algorithm)}, "
                 f"but train.algorithm in {folder.run_file} is {to_tree(config.train.algorithm)}: "
                 "restore that file to resume, or start a new run"
             )
-        demand_judges(book.state, config.validators.count, folder)
+        demand_judges(log_writer.state, config.validators.count, folder)
         r = config.rollouts
         changed = Reconfigure(
             public_run_file(folder, config), config.steps, r.lease_s, now, r.max_flat_groups, config.verify.quarantine_s
         )
-        book.write(changed, now)
+        log_writer.write(changed, now)
         for validator in own_validators(folder, config):  # the host may have raised validators.count
-            book.write(Admin("admit", validator, now), now)
-    desk = Coordinator(folder, config, book, key, clock)
-    desk.kept.make_room(desk.quota_bytes)  # the quota may be lower than before
-    return desk
+            log_writer.write(Admin("admit", AdminRequest(validator), now), now)
+    coordinator = Coordinator(folder, config, log_writer, key, clock)
+    coordinator.kept.make_room(coordinator.quota_bytes)  # the quota may be lower than before
+    return coordinator
 
 
-def demand_receipts(book: LogWriter, folder: RunFolder, run_key: str) -> None:
+def demand_receipts(log_writer: LogWriter, folder: RunFolder, run_key: str) -> None:
     """Raise `StateError` if the log lacks an event for which a node in the folder has a receipt: a copy was put back that
     is older, if only by seconds. What is written after it would fork the run."""
     for path in sorted(folder.nodes.glob("*/receipts.jsonl")):
@@ -137,10 +144,11 @@ def demand_receipts(book: LogWriter, folder: RunFolder, run_key: str) -> None:
             except WireError:
                 continue  # cut by a kill, or by us
             ours = receipt.run == folder.run_id() and is_promised(receipt, run_key)
-            if ours and not book.knows(receipt.head):  # guard: receipts-of-the-folder
+            if ours and not log_writer.knows(receipt.head):  # guard: receipts-of-the-folder
                 raise StateError(
                     f"{path} holds a receipt for event {receipt.seq}, which is not in {folder.log.name} (it ends at event "
-                    f"{book.state.seq}): the log is gone or an older copy, and to go on would fork the run. Restore a "
+                    f"{log_writer.state.seq}): the log is gone or an older copy, and to go on would fork the run. Restore "
+                    "a "
                     "newer copy, or begin a new run from the newest checkpoint (--set policy.path=FOLDER --out DIR)"
                 )
 
@@ -248,11 +256,11 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
 
 def env_specs(config: RunConfig) -> list[t.EnvSpec]:
     """The run's environments with their digests and sizes."""
-    return [_spec(e, declared(e), vine_of(config.train.algorithm) is not None) for e in config.envs]
+    return [_spec(e, facts_of(e), vine_of(config.train.algorithm) is not None) for e in config.envs]
 
 
-def _spec(e: EnvConfig, env: Declared, continued: bool = False) -> t.EnvSpec:
-    if continued and env.compares:  # guard: compared-is-not-continued
+def _spec(e: EnvConfig, env: EnvFacts, continued: bool = False) -> t.EnvSpec:
+    if continued and "group_scores" in env.members:  # guard: compared-is-not-continued
         raise ConfigError(
             f"environment {e.label} compares the rollouts of a group (group_scores), and continuations have no siblings "
             "to be compared with: leave train.algorithm.credit out"
@@ -269,11 +277,6 @@ def _spec(e: EnvConfig, env: Declared, continued: bool = False) -> t.EnvSpec:
         max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens, history=e.history, shaping=e.shaping,
         kind=e.kind or EPISODES, reproducible=env.reproducible, on_fault=e.on_fault,
     )  # fmt: skip
-
-
-def _unlabelled(specs: Iterable[t.EnvSpec]) -> list[t.EnvSpec]:
-    """Without labels: a changed label is found with the other keys of the run file."""
-    return [replace(spec, own_label="") for spec in specs]
 
 
 def rules_of(config: RunConfig) -> t.Rules:
@@ -308,8 +311,8 @@ def bounds_of(config: RunConfig) -> dict[str, t.Bounds]:
     }
 
 
-def _ticking(desk: Coordinator) -> Any:
-    """A lifespan that ticks the desk: rules have no clock, so the ticks make leases lapse and quarantines end in time."""
+def _ticking(coordinator: Coordinator) -> Any:
+    """A lifespan that ticks the coordinator: the ticks make leases lapse and quarantines end in time."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -319,12 +322,12 @@ def _ticking(desk: Coordinator) -> Any:
                 await asyncio.sleep(TICK_S)
                 app.state.meter.late(time.perf_counter() - due)
                 try:
-                    await desk.tick()
+                    await coordinator.tick()
                 except StateError as error:  # a full disk must not stop the clock for good
                     log.warning("tick failed: %s", error)
 
-        asking = kept_up("asking relays", lambda: desk.relays.run())
-        tasks = [asyncio.create_task(tick()), asyncio.create_task(asking)]
+        works = (("the clock", tick), ("asking relays", lambda: coordinator.relays.run()))
+        tasks = [asyncio.create_task(kept_up(what, work)) for what, work in works]
         try:
             yield
         finally:

@@ -16,22 +16,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal import __version__
 from shoal.evaluation_files import BEFORE, Evaluation, evaluations_in, interval_of, read_evaluation
 from shoal.ledger.members import ASKED_BY_HOST
-from shoal.ledger.records import NodeRecord
-from shoal.metrics import METRICS, NEWEST_STEPS, MetricsFollower, mean_of_counts, pace_of
-from shoal.protocol.audit_selection import CHECKS
-from shoal.protocol.group_rewards import without_faults
+from shoal.ledger.state_records import NodeRecord
+from shoal.ledger.status import batch_of
+from shoal.protocol.audit_and_pay import CHECKS
 from shoal.protocol.messages import StandingAlarm, Status
+from shoal.protocol.reward_rules import without_faults
 from shoal.roles.coordinator.coordinator import Coordinator
-from shoal.roles.coordinator.status import StatusBoard, batch_of
+from shoal.roles.coordinator.status import StatusCache
 from shoal.run_folder import free_below
+from shoal.step_metrics import METRICS, NEWEST_STEPS, MetricsFollower, mean_of_counts, pace_of
 from shoal.terminal import printable
 
-# --- What `GET /metrics` tells a Prometheus server ---
+# --- declarations ---
 #
-# Each metric of the coordinator, declared once.
-#
-# Filled by `exposed`, but for what `meter` counts. Names follow Prometheus: base units, `_total` for counters, `_info`
-# for facts. A label has few values, and none is the key of a node, so that no stranger makes series.
+# Names follow Prometheus: base units, `_total` for counters, `_info` for facts. A label has few values, and none is the key
+# of a node, so that no stranger makes series.
 
 
 PREFIX = "shoal_"
@@ -144,7 +143,7 @@ WATCHED: dict[str, MetricSpec] = {
 """Metrics by name, without PREFIX."""
 
 _ENDINGS = (("_per_s", "_per_second", ""), ("_s", "_seconds", "seconds"), ("_share", "_ratio", "ratio"))
-"""How names of `shoal/metrics.py` end, how Prometheus has them end, and the unit."""
+"""How names of `shoal/step_metrics.py` end, how Prometheus has them end, and the unit."""
 
 _NO_NUMBER = "waiting_for"
 
@@ -152,7 +151,7 @@ _BY_AGE = "staleness_rollouts"
 """Its value is a table: rollouts by how many versions old their policy was."""
 
 _LABELS = {"": (), "LABEL": ("env",), "NAME": ("name",)}
-"""By what follows the slash in a name of `shoal/metrics.py`."""
+"""By what follows the slash in a name of `shoal/step_metrics.py`."""
 
 
 class StepMetric(NamedTuple):
@@ -164,7 +163,7 @@ class StepMetric(NamedTuple):
 
 def step_metrics() -> dict[str, StepMetric]:
     """The metrics of training steps, by the name that they have in `metrics.jsonl` before a slash. A metric that
-    `shoal/metrics.py` declares is told without being named here."""
+    `shoal/step_metrics.py` declares is told without being named here."""
     found: dict[str, StepMetric] = {}
     for declared, metric in METRICS.items():
         name, _, after = declared.partition("/")
@@ -183,12 +182,7 @@ def _told(name: str) -> tuple[str, str]:
     return told if name == "step" else f"step_{told.removeprefix('step_')}", unit
 
 
-# --- What the coordinator's requests cost, and how late its event loop is ---
-#
-# Counted while it happens.
-#
-# `api` puts a `Metered` before the handler of each call, `role` reports the lag, and `exposed` shows the counts. It reads
-# no header but the declared length of a body. Calls are those of the table in `api`, so strangers cannot add series.
+# --- what requests cost, and how late the event loop is ---
 
 
 MAX_LENGTH_DIGITS = 12
@@ -259,10 +253,9 @@ def _declared_bytes(scope: Scope) -> int:
     return int(length) if length.isdigit() and len(length) <= MAX_LENGTH_DIGITS else 0
 
 
-# --- The run's figures for a Prometheus server ---
+# --- the figures of the run ---
 #
-# It fills what `watched` declares, from the state, the run's folder and the meter. A page is made at most once a second,
-# and more seldom if that takes long, so nobody can keep the coordinator busy by asking for it.
+# A page is made at most once a second, and more seldom if that takes long: nobody keeps the coordinator busy by asking.
 
 
 PHASES = ("running", "paused", "draining", "ended")
@@ -292,15 +285,16 @@ class PrometheusCollector(Collector):
     """The pages of one coordinator."""
 
     def __init__(
-        self, desk: Coordinator, board: StatusBoard, meter: Meter, alarms: Callable[[], Sequence[StandingAlarm]] = tuple,
+        self, coordinator: Coordinator, status_cache: StatusCache, meter: Meter,
+        alarms: Callable[[], Sequence[StandingAlarm]] = tuple,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         """`alarms` gives those that are raised now."""
-        self._desk, self._board, self._registry = desk, board, meter.registry
+        self._coordinator, self._status_cache, self._registry = coordinator, status_cache, meter.registry
         self._alarms, self._clock = alarms, clock
         meter.registry.register(self)
         ProcessCollector(registry=meter.registry)
-        self._of_steps, self._metrics = step_metrics(), MetricsFollower(desk.metrics_file)
+        self._of_steps, self._metrics = step_metrics(), MetricsFollower(coordinator.metrics_file)
         self._pages: dict[str, bytes] = {}
         self._again_at = -1e9
 
@@ -327,7 +321,7 @@ class PrometheusCollector(Collector):
             yield _family(figure.name, figure.watched, values)
 
     def _of_run(self) -> Iterator[tuple[str, Values]]:
-        state, status, blobs = self._desk.state, self._board.status(), self._desk.blobs
+        state, status, blobs = self._coordinator.state, self._status_cache.status(), self._coordinator.blobs
         members = state.members.values()
         yield "run_info", [((state.run, state.name, __version__), 1.0)]
         yield "phase", [((phase,), float(phase == status.phase)) for phase in PHASES]
@@ -356,11 +350,11 @@ class PrometheusCollector(Collector):
         yield "credits_issued_total", _one(state.issued)
         yield "credits_burned_total", _one(state.burned)
         yield "blob_bytes", _one(blobs.size_bytes)
-        yield "blob_quota_bytes", _one(self._desk.quota_bytes)
+        yield "blob_quota_bytes", _one(self._coordinator.quota_bytes)
         yield "disk_free_bytes", _one(free_below(blobs.folder))
         yield "events_total", _one(state.seq + 1)
         yield "event_time_seconds", _one(state.time)
-        yield "clock_behind_seconds", _one(max(0.0, state.time - self._desk.clock()))
+        yield "clock_behind_seconds", _one(max(0.0, state.time - self._coordinator.clock()))
         ranked = sorted(self._alarms(), key=lambda alarm: SEVERITIES.index(alarm.severity))
         severities = {alarm.cause: alarm.severity for alarm in ranked}  # of several with one cause, the most serious
         yield "alarm", [((shown, severities[cause]), 1.0) for shown, cause in _bounded(severities).items()]
@@ -372,7 +366,7 @@ class PrometheusCollector(Collector):
         yield "time_left_seconds", _one(left_s) if left_s is not None else []
         mean = mean_of_counts(lines[-1].get("staleness_rollouts")) if lines else None
         yield "staleness_mean_versions", _one(mean) if mean is not None else []
-        state = self._desk.state
+        state = self._coordinator.state
         newest = next(reversed(state.main.batches), None)
         batch = batch_of(state, newest) if newest is not None else None
         rewards = (
@@ -383,9 +377,9 @@ class PrometheusCollector(Collector):
         yield "reward_spread", _one(pstdev(rewards)) if rewards else []
 
     def _of_heldout(self) -> Iterator[tuple[str, Values]]:
-        names = evaluations_in(self._desk.evaluations)
-        found = {"first": read_evaluation(self._desk.evaluations / f"{BEFORE}.json")}
-        newest = (read_evaluation(self._desk.evaluations / f"{name}.json") for name in reversed(names[1:]))
+        names = evaluations_in(self._coordinator.evaluations)
+        found = {"first": read_evaluation(self._coordinator.evaluations / f"{BEFORE}.json")}
+        newest = (read_evaluation(self._coordinator.evaluations / f"{name}.json") for name in reversed(names[1:]))
         found["newest"] = next((one for one in newest if one is not None), None)
         measured: list[tuple[tuple[str, str], Evaluation]] = []
         for of, heldout in found.items():

@@ -16,6 +16,7 @@ import httpx
 from shoal.errors import PeerError
 from shoal.net import safe_http
 from shoal.net.server import Buckets, network_of
+from shoal.net.urls import below
 from shoal.protocol.encoding import WireError, from_json
 from shoal.protocol.host_signatures import PROOF_PATH, is_proof
 from shoal.protocol.messages import fact
@@ -43,9 +44,7 @@ def subnet_to_evict(crowds: Iterable[str], newcomer: str) -> str | None:
     return largest if counts[largest] >= counts[newcomer] + 2 else None
 
 
-# --- Asks the URLs that strangers offer as relays to prove whose they are ---
-#
-# One small request each, in turn.
+# --- proofs of URLs ---
 #
 # However many keys offer however many URLs, a network address outside gets one request in ASK_AGAIN_S. Who asks for it
 # first has no advantage: those that wait for an address are drawn, and each network of offerers has one chance. An
@@ -214,14 +213,13 @@ class Challenges:
         remember(self._asked, network, now)
         try:
             nonce = secrets.token_urlsafe(24)
-            status, body = await safe_http.ask(
-                url, address, f"{PROOF_PATH}/{nonce}", cap=CHALLENGE_BYTES, limit_s=CHALLENGE_S
-            )
-            proof = from_json(body, RelayProof) if status == 200 else None
+            place = below(url, f"{PROOF_PATH}/{nonce}")
+            answer = await safe_http.get(place, cap=CHALLENGE_BYTES, deadline_s=CHALLENGE_S, address=address)
+            proof = from_json(answer.body, RelayProof) if answer.status == 200 else None
             if proof is None or not is_proof(proof.key, self._run, nonce, proof.signature):  # guard: proof-of-a-url
                 raise PeerError(
-                    f"it answered HTTP {status} without a proof, so no relay of this run serves there: start one there, or "
-                    "check the URL"
+                    f"it answered HTTP {answer.status} without a proof, so no relay of this run serves there: start one "
+                    "there, or check the URL"
                 )
         except (PeerError, WireError) as error:
             remember(self._refused, name, (self._clock() + ASK_AGAIN_S, fact(str(error), MOST_REASON_CHARS)))
@@ -248,9 +246,9 @@ def _take_place(places: dict[str, Waiting], newcomer: Waiting, most: int) -> boo
     return True
 
 
-def remember(book: "OrderedDict[str, T]", name: str, value: T) -> None:
+def remember(recent: "OrderedDict[str, T]", name: str, value: T) -> None:
     """Note something of a name; the oldest notes go."""
-    book.pop(name, None)
-    book[name] = value
-    if len(book) > REMEMBERED:
-        book.popitem(last=False)
+    recent.pop(name, None)
+    recent[name] = value
+    if len(recent) > REMEMBERED:
+        recent.popitem(last=False)

@@ -1,6 +1,6 @@
 """The relays that clients are told of: each has proved that it serves at its URL, and is probed as long as it is listed.
 
-`challenges` asks the URLs. All of this is in memory: relays earn nothing, and after a restart they offer themselves again.
+`relay_challenges` asks the URLs. All of this is in memory: relays earn nothing, and offer themselves again after a restart.
 What a client says about a relay changes nothing here.
 """
 
@@ -18,7 +18,8 @@ import httpx
 from shoal.errors import PeerError
 from shoal.net import safe_http
 from shoal.net.server import network_of
-from shoal.net.urls import checked_url
+from shoal.net.urls import below, checked_url
+from shoal.protocol.constants import MAX_CHUNK_BYTES
 from shoal.protocol.messages.batches import RelayEntry, RelayOffer, RelayStanding
 from shoal.roles.coordinator.relay_challenges import (
     ASK_AGAIN_S,
@@ -143,8 +144,8 @@ class RelayList:
         relay = self._rng.choice(list(self._listed.values()))
         digest, start, data = piece
         try:
-            status, body = await safe_http.ask(
-                relay.url, relay.address, f"/v1/blobs/{digest}", cap=start + len(data), limit_s=PROBE_S,
+            answer = await safe_http.get(
+                below(relay.url, f"/v1/blobs/{digest}"), cap=MAX_CHUNK_BYTES, deadline_s=PROBE_S, address=relay.address,
                 headers={"range": f"bytes={start}-{start + len(data) - 1}"},
             )  # fmt: skip
         except PeerError as error:
@@ -152,10 +153,11 @@ class RelayList:
             if relay.failed >= MOST_FAILED:
                 self._drop(relay, f"{MOST_FAILED} probes in a row failed, the last with: {error}")
             return
-        if status == 404:
+        if answer.status == 404:
             return  # it is still filling
-        relay.failed = 0 if status in (200, 206) else relay.failed + 1
-        if status in (200, 206) and (body if status == 206 else body[start:]) != data:
+        relay.failed = 0 if answer.status in (200, 206) else relay.failed + 1
+        sent = answer.body if answer.status == 206 else answer.body[start : start + len(data)]
+        if answer.status in (200, 206) and sent != data:
             relay.wrong += 1
         if relay.wrong >= MOST_WRONG or relay.failed >= MOST_FAILED:  # guard: dropped-after-own-probe
             self._drop(relay, f"it sent {relay.wrong} wrong chunks, and failed {relay.failed} times in a row")

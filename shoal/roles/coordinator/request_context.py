@@ -13,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from shoal.ledger.errors import Refused
-from shoal.ledger.hints import SAYS_FORK
+from shoal.ledger.event import Entry
+from shoal.ledger.event_types import read_entry
 from shoal.ledger.log.sqlite_store import Store
+from shoal.ledger.remedies import SAYS_FORK
 from shoal.net import server
 from shoal.net.server import Gate
 from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, SMALL_BODY_BYTES
@@ -23,13 +25,12 @@ from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.lease_queue import LeasePollReplays, LeaseQueue
 from shoal.roles.coordinator.prometheus import PrometheusCollector
 from shoal.roles.coordinator.relay_challenges import crowd_of
-from shoal.roles.coordinator.status import StatusBoard
+from shoal.roles.coordinator.status import StatusCache
 
-# --- Pages of the log for anyone who asks ---
+# --- pages of the log ---
 #
 # A page may have megabytes, and strangers may ask for many at once and read slowly. So a page is read twice: once for its
-# size and digest, one page at a time, and once more while it is sent, in parts. The log only grows, so both readings give
-# the same bytes.
+# size and digest, one page at a time, and once more while it is sent, in parts. The log only grows.
 
 
 PART_BYTES = 1 << 16
@@ -38,6 +39,10 @@ PART_BYTES = 1 << 16
 
 ROWS = 16
 """Events that are read at a time: some have a megabyte."""
+
+
+LOOK_BACK_EVENTS = 200
+"""Events before a page of a node's pay, among which are the verdicts behind its first lines."""
 
 
 class Pages:
@@ -53,6 +58,20 @@ class Pages:
             parts, size_bytes, digest = await self._measured(seq)
         headers = {"content-length": str(size_bytes), "content-digest": content_digest(digest)}
         return StreamingResponse(self._sent(seq, parts), headers=headers, media_type="application/x-ndjson")
+
+    async def entries(self, seq: int) -> list[Entry]:
+        """About a page of events after `seq`, and some before."""
+        found, size_bytes, first = list[Entry](), 0, max(-1, seq - LOOK_BACK_EVENTS)
+        async with self._turn:  # guard: one-page-of-pay-at-a-time
+            with closing(self._store.read(first, seq - first + MAX_EVENTS, ROWS)) as rows:
+                for data, _ in rows:
+                    found.append(read_entry(data)[0])
+                    size_bytes += len(data)
+                    if len(found) % ROWS == 0:
+                        await asyncio.sleep(0)  # guard: pages-of-pay-give-way
+                    if size_bytes > MAX_EVENTS_BYTES and found[-1].seq > seq:  # guard: page-of-pay
+                        break
+        return found
 
     async def _measured(self, seq: int) -> tuple[list[int], int, str]:
         """Numbers of events in the parts of a page, and the page's size and digest."""
@@ -76,12 +95,9 @@ class Pages:
             seq += events
 
 
-# --- Places for those who wait for news ---
+# --- long polls ---
 #
-# A few for each network, and not many in all; the run's publishers have their own.
-#
-# A wait costs a connection that is not closed to make room for others, so a flood of waits would keep them out. A caller
-# without a place is answered at once, and asks again later.
+# A wait costs a connection that is not closed to make room for others. A caller without a place is answered at once.
 
 
 MOST_WAITS, MOST_OF_A_CROWD = 512, 32
@@ -113,11 +129,7 @@ class LongPollLimits:
             held += Counter()  # forgets a network of which nobody waits
 
 
-# --- What the handlers of calls work with ---
-#
-# The desk and those beside it, and who is calling.
-#
-# It admits a caller before the body is read, and decides nothing about what is asked.
+# --- the context ---
 
 
 log = logging.getLogger("coordinator")
@@ -125,8 +137,8 @@ log = logging.getLogger("coordinator")
 
 @dataclass(frozen=True)
 class RequestContext:
-    desk: Coordinator
-    board: StatusBoard
+    coordinator: Coordinator
+    status_cache: StatusCache
     gate: Gate
     line: LeaseQueue
     asked: LeasePollReplays
@@ -137,23 +149,25 @@ class RequestContext:
     def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
         """Who signed the request, before its body is read. Raises `Refused` if our log lacks the head that the caller saw
         last, or the manifest of the version that it has: then the log was forked or rolled back, or a manifest forged."""
-        caller = self.gate.admit(request, run=self.desk.state.run, cap=cap)
-        if caller.head and not self.desk.book.knows(caller.head):
+        caller = self.gate.admit(request, run=self.coordinator.state.run, cap=cap)
+        if caller.head and not self.coordinator.log_writer.knows(caller.head):
             self._say_fork(caller.key)
             raise Refused("fork", f"your last log head {caller.head[:16]} is not in this log: the host's log was rolled "
                           "back or forked. Keep your receipts and tell the host")  # fmt: skip
-        if caller.manifest and not self.desk.book.knows_manifest(caller.manifest):  # guard: manifest-in-the-log
+        if caller.manifest and not self.coordinator.log_writer.knows_manifest(
+            caller.manifest
+        ):  # guard: manifest-in-the-log
             raise Refused("fork", f"your manifest {caller.manifest[:16]} is not in this log, though the trainer key signed "
                           "it. Keep your evidence folder and tell the host")  # fmt: skip
-        if caller.key in self.desk.state.members:  # guard: strangers-fill-no-table
-            self.desk.heard[caller.key] = self.desk.clock()
+        if caller.key in self.coordinator.state.members:  # guard: strangers-fill-no-table
+            self.coordinator.heard[caller.key] = self.coordinator.clock()
         return caller
 
     def _say_fork(self, key: str) -> None:
         """Tell the host, once for each member: nobody else can see that an old copy of the log was put back."""
-        member = self.desk.state.members.get(key)
-        if member is not None and key not in self.desk.forked:  # guard: forks-are-told-once
-            self.desk.forked.add(key)
+        member = self.coordinator.state.members.get(key)
+        if member is not None and key not in self.coordinator.forked:  # guard: forks-are-told-once
+            self.coordinator.forked.add(key)
             log.error("%s (%s) %s", member.name, key[:12], SAYS_FORK)
 
     async def caller(self, request: Request) -> tuple[Caller, bytes]:

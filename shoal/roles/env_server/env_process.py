@@ -16,11 +16,12 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -28,22 +29,21 @@ import numpy as np
 from shoal.chat.renderer import Renderer
 from shoal.env import Env
 from shoal.envs.exceptions import LOCAL_ERRORS, is_unreachable, redact_paths
-from shoal.envs.interface import AuthorError, Earned, describe_fault, source_of
+from shoal.envs.interface import AuthorError, Earned, compares, describe_fault, source_of
 from shoal.envs.isolated.connection import LIMITS
 from shoal.envs.isolated.environment import ContainedEnv, in_sandbox, show
-from shoal.envs.isolated.server import let_exits_raise
-from shoal.envs.isolated.stack_trace import write_stacks
+from shoal.envs.isolated.server import let_exits_raise, write_stacks
 from shoal.envs.load import load_run_envs
 from shoal.envs.make_env import make_env
-from shoal.envs.play import begin
+from shoal.envs.play_episodes import begin
 from shoal.envs.replay import judge_talks
-from shoal.envs.rollout import Conversation
-from shoal.envs.run_settings import WithSettings
+from shoal.envs.rollout_rules import Conversation
+from shoal.envs.settings_wrapper import WithSettings
 from shoal.errors import ShoalError
-from shoal.pipes import end_with, next_frame, write_frame
+from shoal.ipc import end_with, read_message, take_pipes, write_message
 from shoal.protocol.messages import POLICY, EnvSpec, Sampling
 from shoal.roles.env_server.replies import FinalScore
-from shoal.roles.node.reward_parts import Tally
+from shoal.roles.node.reward_part_files import Tally
 
 PAUSES_S = (0.5, 1.0, 2.0)
 """Before a call that met an endpoint which does not answer is tried again; then it has failed. It fails sooner if a try
@@ -117,7 +117,7 @@ def serve() -> None:
     end_with(int(sys.argv[1]))
     write_stacks(int(sys.argv[2]))
     let_exits_raise()
-    requests, answers = _pipes()
+    requests, answers = _read_requests()
     opening = msgspec.msgpack.decode(requests.get(), type=Opening)
     try:
         time_left = TimeLeft(opening.call_s)
@@ -126,11 +126,11 @@ def serve() -> None:
         envs = {label: loud(env, time_left) for label, env in loaded.items()}
         playing = Conversations(envs, _renderer(opening), opening.sampling)
     except ShoalError as error:
-        write_frame(answers, msgspec.msgpack.encode(ProcessOpened(refused=str(error))))
+        write_message(answers, msgspec.msgpack.encode(ProcessOpened(refused=str(error))))
         return
     lowest = {label: float(min(env.reward_bounds)) for label, env in envs.items()}
     compare = frozenset(label for label, env in envs.items() if compares(env))
-    write_frame(answers, msgspec.msgpack.encode(ProcessOpened(lowest, compare, source)))
+    write_message(answers, msgspec.msgpack.encode(ProcessOpened(lowest, compare, source)))
     while True:
         request = msgspec.msgpack.decode(requests.get(), type=ProcessRequest)
         time_left.begin()
@@ -138,7 +138,7 @@ def serve() -> None:
             answer = playing.obey(request)
         except LOCAL_ERRORS as why:  # the stage tries it again in another process
             sys.exit(str(why) or type(why).__name__)
-        write_frame(answers, msgspec.msgpack.encode(answer))
+        write_message(answers, msgspec.msgpack.encode(answer))
 
 
 def _renderer(opening: Opening) -> Renderer:
@@ -216,11 +216,6 @@ def _scores(earned: Sequence[Earned], talks: Sequence[Conversation]) -> Tally | 
     return None if tally.is_empty else tally
 
 
-def compares(env: Env) -> bool:
-    """Whether an environment judges an answer beside its siblings."""
-    return getattr(env, "group_scores", None) is not None
-
-
 class TimeLeft:
     """What is left of the time of the turn in hand, in seconds."""
 
@@ -289,26 +284,22 @@ def _print(error: BaseException) -> None:
     _seen[place] += 1
     if _seen[place].bit_count() == 1:  # guard: one-place-fills-no-log
         often = f"the same place, {_seen[place]} times so far\n" if _seen[place] > 1 else ""
-        sys.stderr.write(traceback.format_exc() + often)  # at once: other processes write into the same log
+        with suppress(OSError, ValueError):  # the environment may have closed it
+            sys.stderr.write(traceback.format_exc() + often)  # at once: other processes write into the same log
 
 
-def _pipes() -> tuple["SimpleQueue[bytes]", int]:
-    """Requests as they come, and the descriptor for answers. An environment that reads or prints meets neither.
+def _read_requests() -> tuple["SimpleQueue[bytes]", int]:
+    """Requests as they come, and the descriptor for answers.
 
     A thread reads the requests: it ends this process when the stage closes the pipe.
     """
-    requests, pipe, answers = SimpleQueue[bytes](), os.fdopen(os.dup(0), "rb"), os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    pipe, answers = take_pipes(prints_to=2)
+    requests = SimpleQueue[bytes]()
 
-    def read(pipe: BinaryIO) -> None:
-        while (request := next_frame(pipe)) is not None:
+    def read() -> None:
+        while (request := read_message(pipe)) is not None:
             requests.put(request)
         os._exit(0)
 
-    threading.Thread(target=read, args=(pipe,), name="requests", daemon=True).start()
+    threading.Thread(target=read, name="requests", daemon=True).start()
     return requests, answers
-
-
-if __name__ == "__main__":
-    serve()

@@ -1,40 +1,35 @@
 """The processes on the host in which episodes are played. Each loads the environments and has its own conversations.
 
 A process that hangs is killed, one that died is started again, and the episodes that were lost with it are played again
-from the memo. So a kill at any time changes no reply. The rest of the stage knows environments only through the protocol
-`Player`, so a process in a sandbox could replace ours.
+from the store. So a kill at any time changes no reply. An environment that waits for a judge holds up no other environment,
+and few of its own episodes.
 """
 
-import contextlib
 import itertools
 import logging
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from shoal.config.process_environment import SAME_EVERYWHERE, child_environment
-from shoal.envs.isolated.stack_trace import StackFile
-from shoal.envs.play import report_unbegun
-from shoal.envs.run_settings import LOWEST
-from shoal.errors import StateError, cause_of
-from shoal.pipes import Late, Pipes
+from shoal.envs.isolated.connection import OwnProcess
+from shoal.envs.play_episodes import report_unbegun
+from shoal.envs.settings_wrapper import LOWEST
+from shoal.errors import StateError
+from shoal.ipc import ChildExited, Reason
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
 from shoal.protocol.messages import POLICY, Slot
 from shoal.roles.env_server.env_process import Opening, ProcessAnswer, ProcessOpened, ProcessRequest
-from shoal.roles.env_server.replies import FinalScore, Memo, Reply
+from shoal.roles.env_server.replies import FinalScore, Reply, ReplyStore, group_name
 from shoal.roles.env_server.turns import VOID, TurnRequest
-from shoal.roles.node.reward_parts import Tally
+from shoal.roles.node.reward_part_files import Tally
 
 log = logging.getLogger("stage")
 
@@ -58,6 +53,17 @@ MAX_FRAME_BYTES = 4 * MAX_ROLLOUT_TOKENS + (1 << 20)
 MAX_KINDS, MAX_KIND_CHARS = 1000, 200
 """Of faults that are counted, and the beginning of a fault that names its kind."""
 
+START_PLAYERS = 2
+"""Processes of an environment that answers quickly."""
+
+MAX_PLAYERS = 16
+"""Processes of a slow environment. Most of them wait, for a judge or a server."""
+
+PINNED = 4096
+"""Slots whose process, and groups whose judgement, are remembered."""
+
+_PROGRAM = "import sys; sys.path[:] = sys.argv[3:]; from shoal.roles.env_server.env_process import serve; serve()"
+
 T = TypeVar("T")
 
 
@@ -72,34 +78,11 @@ class ProcessDied(Exception):
         """The call of the environment that was under way."""
 
 
-class Player(Protocol):
-    """A place where conversations are played, one request at a time."""
-
-    @property
-    def generation(self) -> int:
-        """Number of the current process. Conversations of an earlier one are lost."""
-
-    def lowest(self, label: str) -> float:
-        """The lowest reward of an environment."""
-
-    def leaves_out(self, label: str) -> bool:
-        """Whether rollouts on which an environment fails count in nothing."""
-
-    def count(self, faults: int) -> None:
-        """So many more rollouts are learned from although the environment failed on them."""
-
-    def compares(self, label: str) -> bool:
-        """Whether an environment compares an answer with its siblings. Raises as `ask`."""
-
-    def ask(self, request: ProcessRequest, limit_s: float) -> ProcessAnswer:
-        """Raises `Gone`; the next request then meets a fresh process."""
-
-
 class Shard:
     """One player, and which conversations it holds."""
 
-    def __init__(self, player: Player, memo: Memo, limit_s: Callable[[str], float]) -> None:
-        self._player, self._memo, self._limit_s = player, memo, limit_s
+    def __init__(self, player: "ChildPlayer", reply_store: ReplyStore, limit_s: Callable[[str], float]) -> None:
+        self._player, self._reply_store, self._limit_s = player, reply_store, limit_s
         self._numbers = itertools.count()
         self._held: OrderedDict[bytes, int] = OrderedDict()
         """Numbers of conversations by path; the one that was idle longest comes first."""
@@ -182,7 +165,7 @@ class Shard:
         return self._write(ask.slot, ask.before, ask.written, ask.path)
 
     def _judge(self, slot: Slot, paths: Sequence[bytes]) -> list[FinalScore]:
-        replies = self._memo.replies(paths)
+        replies = self._reply_store.replies(paths)
         whole = [path for path in paths if replies[path].beside]
         for _ in range(2):  # bringing one back may lose another with its process
             if not all(self._holds(path) or self._play_again(slot, path) for path in whole):
@@ -198,7 +181,7 @@ class Shard:
     def _play_again(self, slot: Slot, path: bytes) -> bool:
         """Play a conversation again, up to this path. Returns whether the environment says the same words as before."""
         before = b""
-        for step in self._memo.story(path):
+        for step in self._reply_store.steps_of(path):
             reply = self._write(slot, before, step.written, step.path) if before else self._open(slot, step.path)
             if reply != step.reply:  # guard: same-words-again
                 if step.path in self._held:
@@ -258,7 +241,7 @@ class Shard:
         log.error("failed env=%s task=%d reason=%r", ask.slot.env, ask.slot.task, why)
         if not ask.before:
             return VOID._replace(fault=why)
-        row = self._memo.replies([ask.before])[ask.before].row
+        row = self._reply_store.replies([ask.before])[ask.before].row
         score = self._failure(ask.slot, why)
         return Reply(b"", 0, "error", score.reward, POLICY, row, fault=score.fault)
 
@@ -285,7 +268,7 @@ class ChildPlayer:
     def __init__(self, opening: Opening, on_scores: Callable[[Tally], None] = lambda scores: None) -> None:
         """`on_scores` gets what rollouts scored, part by part."""
         self._opening, self._on_scores = opening, on_scores
-        self._child: _EnvProcess | None = None
+        self._child: OwnProcess | None = None
         self.generation = 0
         self._opened: ProcessOpened | None = None
 
@@ -306,7 +289,7 @@ class ChildPlayer:
         return label in self._opened.compare
 
     def ask(self, request: ProcessRequest, limit_s: float) -> ProcessAnswer:
-        """Raises `Gone`, and `StateError` if the environments cannot be loaded."""
+        """Raises `ProcessDied`, and `StateError` if the environments cannot be loaded."""
         if self._child is None:
             self._start()
         answer = self._exchange(request, limit_s, ProcessAnswer)
@@ -316,11 +299,7 @@ class ChildPlayer:
 
     def _start(self) -> None:
         self.generation += 1
-        try:
-            self._child = _EnvProcess()
-        except OSError as error:
-            why = f"the stage cannot start a process ({cause_of(error)}): let it have more processes or memory"
-            raise StateError(why) from None  # the environment is not to blame  # guard: no-process-fails-no-rollout
+        self._child = OwnProcess(_PROGRAM)
         opened = self._exchange(self._opening, START_S, ProcessOpened)
         if opened.refused:
             self._end()
@@ -330,16 +309,15 @@ class ChildPlayer:
     def _exchange(self, value: object, limit_s: float, kind: type[T]) -> T:
         assert self._child is not None
         try:
-            return msgspec.msgpack.decode(self._child.ask(msgspec.msgpack.encode(value), limit_s), type=kind)
-        except (OSError, msgspec.MsgspecError) as error:
-            self._end()
-            raise ProcessDied(f"its process ended or gave a wrong answer ({error})", call=call_of(value)) from None
-        except ProcessDied as gone:
+            data = self._child.ask(msgspec.msgpack.encode(value), limit_s, MAX_FRAME_BYTES)
+            return self._child.decoded(data, partial(msgspec.msgpack.decode, type=kind))
+        except ChildExited as gone:
             source = "" if self._opened is None else self._opened.source
             where, method = self._child.stack.place(source)
             where = where.replace(source, Path(source).name)  # others read it
             self._end()
-            raise ProcessDied(f"{gone}{where}", gone.slow, f"{method}()" if method else call_of(value)) from None
+            call = f"{method}()" if method else call_of(value)
+            raise ProcessDied(f"its process was ended: it {gone}{where}", gone.reason is Reason.TIMEOUT, call) from None
 
     def _end(self) -> None:
         if self._child is not None:
@@ -347,42 +325,116 @@ class ChildPlayer:
         self._child, self.generation = None, self.generation + 1
 
 
-class _EnvProcess:
-    """A running process. It ends when this object is freed, and with the thread that started it."""
+# --- which process plays which rollout ---
 
-    def __init__(self) -> None:
-        self.stack = StackFile()
-        stack = self.stack.descriptor
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.roles.env_server.env_process", str(os.getpid()), str(stack)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=child_environment(1) | SAME_EVERYWHERE,
-            pass_fds=[stack], start_new_session=True,
-        )  # fmt: skip
-        self._pipes = Pipes(self._process)
-        self.end = self._pipes.end
 
-    def ask(self, data: bytes, limit_s: float) -> bytes:
-        """Raises `Gone`, `OSError`."""
-        until = time.monotonic() + limit_s  # guard: turn-takes-too-long
-        try:
-            self._pipes.send(data, until)
-            size = self._pipes.size(until)
-            if size > MAX_FRAME_BYTES:  # guard: answer-of-a-player
-                raise ProcessDied(f"its process answered with {size} bytes, limit {MAX_FRAME_BYTES}")
-            return self._pipes.read(size, until)
-        except Late:
-            self.stack.ask(self._process)
-            raise ProcessDied(f"its process was ended: it took longer than {limit_s:g} s", slow=True) from None
-        except EOFError:
-            raise ProcessDied(f"its process ended with {self._code()}") from None
+class EnvProcessPool:
+    """All processes of a stage."""
 
-    def _code(self) -> str:
-        """The signal that ended it, by name, or its exit code."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        code = self._process.returncode
-        if code == -signal.SIGKILL:
-            return "SIGKILL, as the system does when memory runs out"
-        with contextlib.suppress(ValueError, TypeError):
-            return signal.Signals(-code).name
-        return f"code {code}"
+    def __init__(
+        self,
+        make: Callable[[str], ChildPlayer],
+        reply_store: ReplyStore,
+        limit_s: Callable[[str], float],
+        start: int = START_PLAYERS,
+        most: int = MAX_PLAYERS,
+    ) -> None:
+        """`make` makes a player of an environment, by its label. `limit_s` gives the environment's time for one turn."""
+        self._make_processes = lambda label: EnvProcesses(
+            label, lambda: Shard(make(label), reply_store, limit_s), start, most
+        )
+        self._processes_by_env: dict[str, EnvProcesses] = {}
+        self._judged: OrderedDict[bytes, Future[list[FinalScore]]] = OrderedDict()
+        """The newest groups that are judged, or were."""
+        self._lock = threading.Lock()
+
+    def play(self, asks: Sequence[TurnRequest]) -> list[Reply]:
+        """The replies to turns of different rollouts, in order. All processes work at the same time. Raises `StateError` if
+        an environment does not open."""
+        for label in {ask.slot.env for ask in asks}:
+            self._processes_of(label).open()
+        parts: dict[Shard, list[int]] = {}
+        for place, ask in enumerate(asks):
+            parts.setdefault(self._processes_of(ask.slot.env).place(ask), []).append(place)
+        played = [
+            (part, shard.submit(partial(shard.replies, [asks[place] for place in part])))
+            for shard, part in parts.items()
+        ]
+        replies = {place: reply for part, done in played for place, reply in zip(part, done.result(), strict=True)}
+        return [replies[place] for place in range(len(asks))]
+
+    def judge(self, slot: Slot, paths: Sequence[bytes]) -> list[FinalScore]:
+        """What the rollouts of a slot, which have ended, earn beside each other. Raises as `play`."""
+        self._processes_of(slot.env).open()
+        name = group_name(paths)
+        with self._lock:
+            judged = self._judged.get(name)  # two leases of a slot may end alike  # guard: judged-for-two-leases
+            if judged is None or (judged.done() and judged.exception() is not None):
+                judged = self._judged[name] = self._processes_by_env[slot.env].judge(slot, paths)
+                if len(self._judged) > PINNED:
+                    self._judged.popitem(last=False)
+        return judged.result()
+
+    def close(self) -> None:
+        for processes in self._processes_by_env.values():
+            processes.close()
+
+    def _processes_of(self, label: str) -> "EnvProcesses":
+        with self._lock:
+            if label not in self._processes_by_env:
+                self._processes_by_env[label] = self._make_processes(label)
+            return self._processes_by_env[label]
+
+
+class EnvProcesses:
+    """The processes of one environment."""
+
+    def __init__(self, label: str, make: Callable[[], Shard], start: int, most: int) -> None:
+        self._label, self._make, self._start, self._most = label, make, start, most
+        self._shards = [make() for _ in range(start)]
+        self._pinned: OrderedDict[int, Shard] = OrderedDict()
+        self._compares: Future[bool] | None = None
+        """Whether its rollouts are judged beside each other."""
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Wait until one of its processes has opened. Raises `StateError`; the next call then tries again."""
+        with self._lock:
+            if self._compares is None or (self._compares.done() and self._compares.exception() is not None):
+                first = self._shards[0]
+                self._compares = first.submit(lambda: first.compares(self._label))
+            compares = self._compares
+        compares.result()
+
+    def place(self, ask: TurnRequest) -> Shard:
+        """Who is to play a turn."""
+        with self._lock:
+            shard = self._place(ask.slot, ask.before)
+            shard.expect()
+            return shard
+
+    def judge(self, slot: Slot, paths: Sequence[bytes]) -> "Future[list[FinalScore]]":
+        with self._lock:
+            shard = self._place(slot, b"")
+            return shard.submit(lambda: shard.judge(slot, paths))
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+    def _place(self, slot: Slot, before: bytes) -> Shard:
+        """Who plays a turn: who holds the conversation, or else who has least to do. The rollouts of a slot are spread; but
+        those that are judged beside each other are in one place."""
+        assert self._compares is not None, "an open environment knows how its rollouts are judged"
+        if self._compares.result():
+            shard = self._pinned.get(slot.slot) or self._least()
+            self._pinned[slot.slot] = shard
+            if len(self._pinned) > PINNED:
+                self._pinned.popitem(last=False)
+            return shard
+        return next((shard for shard in self._shards if before and shard.holds(before)), None) or self._least()
+
+    def _least(self) -> Shard:
+        if len(self._shards) < min(self._most, self._start + sum(shard.slow for shard in self._shards)):
+            self._shards.append(self._make())
+        return min(self._shards, key=Shard.load)

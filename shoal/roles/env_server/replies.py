@@ -133,7 +133,7 @@ def group_name(paths: Sequence[bytes]) -> bytes:
     return domain_hash("stage/group", *paths)
 
 
-class Memo:
+class ReplyStore:
     """The replies of a run, in a SQLite file. Threads may share it."""
 
     def __init__(self, file: Path) -> None:
@@ -177,7 +177,7 @@ class Memo:
         query = "SELECT digest, paths FROM turns WHERE lease = ? AND block = ? ORDER BY turn DESC LIMIT 1"
         return next((Taken(digest, _split(paths)) for digest, paths in self._read(query, lease, block)), None)
 
-    def story(self, path: bytes) -> list[PlacedReply]:
+    def steps_of(self, path: bytes) -> list[PlacedReply]:
         """All steps from the opening to a path."""
         steps: list[PlacedReply] = []
         while path:
@@ -190,7 +190,7 @@ class Memo:
     def rollout(self, path: bytes) -> RolloutSoFar:
         """A rollout so far, as a worker has it."""
         rows, row = [(bytearray(), bytearray())], 0
-        for step in (steps := self.story(path)):
+        for step in (steps := self.steps_of(path)):
             tokens, author = rows[row]
             tokens += step.written
             author += bytes([step.reply.author]) * (len(step.written) // 4)

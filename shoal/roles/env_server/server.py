@@ -26,18 +26,17 @@ from shoal.net.connection_limits import ServerLimits as Connections
 from shoal.net.connection_limits import http_server
 from shoal.net.key_files import load_or_make_key
 from shoal.net.server import Gate, RequestRefused, answer_bytes
-from shoal.net.server_process import tell_address
+from shoal.net.server_address import tell_address
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import digest, from_msgpack, to_msgpack
 from shoal.roles.env_server.env_process import Opening
-from shoal.roles.env_server.episode_processes import ChildPlayer, Player
-from shoal.roles.env_server.process_pool import EnvProcessPool
-from shoal.roles.env_server.replies import Memo
+from shoal.roles.env_server.episode_processes import ChildPlayer, EnvProcessPool
+from shoal.roles.env_server.replies import ReplyStore
 from shoal.roles.env_server.turns import Conflict, TurnLimits, record_of, take_turn
-from shoal.roles.node.reward_parts import ScoreFile
+from shoal.roles.node.reward_part_files import ScoreFile
 from shoal.run_folder import RunFolder
-from shoal.runs.log import creation_of
+from shoal.runs.log_follower import creation_of
 
 # --- What the stage is working on ---
 #
@@ -104,7 +103,7 @@ def _ask_again(why: str) -> RequestRefused:
 # The host's process that plays the environments of a run whose workers only extend token ids.
 #
 # Started by the launcher beside the coordinator. It answers only the coordinator's signed requests, and only on this
-# machine. Each answer is in its memo before it is sent, so the stage may be killed at any time.
+# machine. Each answer is in its reply store before it is sent, so the stage may be killed at any time.
 
 
 log = logging.getLogger("stage")
@@ -160,7 +159,7 @@ class Stage:
         self,
         folder: RunFolder,
         config: RunConfig,
-        make: Callable[[Opening], Player] | None = None,
+        make: Callable[[Opening], ChildPlayer] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`make` replaces the processes that play, in tests."""
@@ -169,7 +168,7 @@ class Stage:
         self.run, self.labels = folder.run_id(), tuple(env.label for env in config.envs)
         self._key = load_or_make_key(folder.keys / "run.key").public
         self._gate = Gate(clock, address_rate=RATE, key_rate=RATE)
-        self._memo = Memo(folder.stage_memo)
+        self._reply_store = ReplyStore(folder.reply_store)
         self._turns: InFlight[t.TurnAnswer] = InFlight("turn", MAX_TURNS, MAX_WORKER_TURNS)
         self._records: InFlight[t.Record] = InFlight("record", MAX_RECORDS, MAX_WORKER_RECORDS)
         self._newest = -1
@@ -201,7 +200,7 @@ class Stage:
         self._records.close()
         if self._players is not None:
             self._players.close()
-        self._memo.close()
+        self._reply_store.close()
 
     async def _turn(self, request: Request) -> Response:
         asked = await self._asked(request)
@@ -212,7 +211,7 @@ class Stage:
     async def _record(self, request: Request) -> Response:
         asked = await self._asked(request)
         players, size = await self._open(), self._config.rollouts.group_size
-        make = partial(record_of, self._memo, self.run, asked, size, players.judge)
+        make = partial(record_of, self._reply_store, self.run, asked, size, players.judge)
         with _refused():
             record = await self._records.answer(asked.worker, (asked.lease,), "", make)  # guard: judged-once
         return answer_bytes(to_msgpack(record), MsgPack)
@@ -229,7 +228,7 @@ class Stage:
         players = await self._open()
         self._forget_old(asked.version)
         size, shared = self._config.rollouts.group_size, self._shared.__contains__
-        play = partial(take_turn, self._memo, asked, turn, shared, size, self._limits, players.play)
+        play = partial(take_turn, self._reply_store, asked, turn, shared, size, self._limits, players.play)
         place = (asked.lease, asked.blocks[0].index)
         with _refused():
             return await self._turns.answer(asked.worker, place, digest(to_msgpack(turn)), play)
@@ -250,10 +249,12 @@ class Stage:
                 limits_s = {env.label: env.call_s for env in config.envs}
                 opening = {one.label: Opening((one,), policy, created.sampling, limits_s[one.label]) for one in specs}
                 make = self._make
-                self._players = EnvProcessPool(lambda label: make(opening[label]), self._memo, limits_s.__getitem__)
+                self._players = EnvProcessPool(
+                    lambda label: make(opening[label]), self._reply_store, limits_s.__getitem__
+                )
             return self._players
 
-    def _child(self, opening: Opening) -> Player:
+    def _child(self, opening: Opening) -> ChildPlayer:
         return ChildPlayer(opening, partial(self._scores.write, opening.envs[0].label))
 
     def _forget_old(self, version: int) -> None:
@@ -265,7 +266,7 @@ class Stage:
 
     async def _forget(self, before: int) -> None:
         try:
-            await asyncio.to_thread(self._memo.forget, before)
+            await asyncio.to_thread(self._reply_store.forget, before)
         except StateError as error:
             log.error("old turns are kept reason=%r", str(error))  # until the next version
 

@@ -1,7 +1,7 @@
 """How a block advances, turn by turn: what a lease may send, what is played, and what is answered.
 
-Here are the rules for retries and for blocks that change hands: a lease takes each turn once, the memo answers what it
-knows, and only the rest is played. It does not deal with the network or processes: `play` is an argument.
+Here are the rules for retries and for blocks that change hands: a lease takes each turn once, the reply store answers
+what it knows, and only the rest is played. It does not deal with the network or processes: `play` is an argument.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ from shoal.protocol.encoding import WireError, digest, to_msgpack
 from shoal.protocol.messages.host_environments import rollout_digest
 from shoal.roles.env_server.replies import (
     FinalScore,
-    Memo,
     PlacedReply,
     Reply,
+    ReplyStore,
     RolloutSoFar,
     Taken,
     group_name,
@@ -55,7 +55,7 @@ class TurnLimits(NamedTuple):
 
 
 MOST_TURNS = 1 << 31
-"""More than any rollout has tokens, and small enough for the memo."""
+"""More than any rollout has tokens, and small enough for the reply store."""
 
 Play = Callable[[Sequence[TurnRequest]], list[Reply]]
 """Plays turns of different rollouts; returns their replies in order."""
@@ -65,7 +65,7 @@ Judge = Callable[[t.Slot, Sequence[bytes]], list[FinalScore]]
 
 
 def take_turn(
-    memo: Memo,
+    reply_store: ReplyStore,
     asked: t.Staged,
     turn: t.EnvTurn,
     shared: Callable[[str], bool],
@@ -78,7 +78,7 @@ def take_turn(
     if not 0 <= turn.turn < MOST_TURNS:  # guard: number-of-a-turn
         raise WireError(f"turn {turn.turn}: turns count from 0")
     block, name = asked.blocks[0], digest(to_msgpack(turn))
-    known = memo.taken(asked.lease, block.index, turn.turn)
+    known = reply_store.taken(asked.lease, block.index, turn.turn)
     if known is not None and known.digest != name:  # guard: turn-taken-once
         raise Conflict(
             f"turn {turn.turn} of block {block.index} was taken with other tokens, and this lease goes on "
@@ -95,32 +95,32 @@ def take_turn(
         ]
         paths = tuple(ask.path for ask in asks)
     else:
-        paths, asks = _continued(memo, asked, turn, size, limits)
-    replies = memo.replies(ask.path for ask in asks)
+        paths, asks = _continued(reply_store, asked, turn, size, limits)
+    replies = reply_store.replies(ask.path for ask in asks)
     if known is None:
         new = [ask for ask in asks if ask.path not in replies]
         played = _whole_slots(new, play(new)) if new else []
         steps = [PlacedReply(ask.path, ask.before, ask.written, reply) for ask, reply in zip(new, played, strict=True)]
-        replies |= memo.keep(asked.lease, asked.version, block.index, turn.turn, Taken(name, paths), steps)
+        replies |= reply_store.keep(asked.lease, asked.version, block.index, turn.turn, Taken(name, paths), steps)
     return _answer([replies[ask.path] for ask in asks])
 
 
-def record_of(memo: Memo, run: str, asked: t.Staged, size: int, judge: Judge) -> t.Record:
+def record_of(reply_store: ReplyStore, run: str, asked: t.Staged, size: int, judge: Judge) -> t.Record:
     """The record of a lease. Raises `Conflict` if one of its rollouts has not ended."""
     groups = []
     for block in asked.blocks:
-        last = memo.last(asked.lease, block.index)
+        last = reply_store.last(asked.lease, block.index)
         paths = last.paths if last is not None else ()
         for place, slot in enumerate(block.slots):
             ends = paths[place * size : (place + 1) * size]
-            rollouts = [memo.rollout(path) for path in ends]
+            rollouts = [reply_store.rollout(path) for path in ends]
             if not rollouts or any(played.last.ending == "" for played in rollouts):  # guard: record-of-the-ended
                 raise Conflict(f"slot {slot.slot} is not played to its end here: give the lease back, or take all "
                                f"turns of block {block.index}")  # fmt: skip
             scores: Sequence[FinalScore] = [played.last.score for played in rollouts]
             if any(played.last.beside for played in rollouts):
                 name = group_name(ends)
-                scores = memo.judged(name) or memo.judge(name, asked.version, judge(slot, ends))
+                scores = reply_store.judged(name) or reply_store.judge(name, asked.version, judge(slot, ends))
             why = next((played.last.fault for played in rollouts if played.last.ending == "void"), "")
             groups.append(t.GroupRecord(slot.slot, _recorded(rollouts, scores), t.fact(why, MAX_SAID_CHARS)))
     return t.Record(run, asked.lease, asked.version, tuple(groups))
@@ -138,17 +138,17 @@ def _recorded(rollouts: Sequence[RolloutSoFar], scores: Sequence[FinalScore]) ->
 
 
 def _continued(
-    memo: Memo, asked: t.Staged, turn: t.EnvTurn, size: int, limits: TurnLimits
+    reply_store: ReplyStore, asked: t.Staged, turn: t.EnvTurn, size: int, limits: TurnLimits
 ) -> tuple[tuple[bytes, ...], list[TurnRequest]]:
     """The paths after a turn, and what must be answered."""
     block = asked.blocks[0]
-    before = memo.taken(asked.lease, block.index, turn.turn - 1)
+    before = reply_store.taken(asked.lease, block.index, turn.turn - 1)
     if before is None:  # guard: turns-in-order
         raise Conflict(
             f"turn {turn.turn} of block {block.index} comes before turn {turn.turn - 1}, or that one is "
             "forgotten: give the lease back"
         )  # fmt: skip
-    replies, written = memo.replies(before.paths), iter(turn.written)
+    replies, written = reply_store.replies(before.paths), iter(turn.written)
     still = sum(not replies[path].ending for path in before.paths)
     if not still or len(turn.written) != still:  # guard: turn-of-the-open
         raise WireError(f"turn {turn.turn} has {len(turn.written)} entries, but {still} rollouts are open")

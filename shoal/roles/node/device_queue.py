@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 #       shifts/cuda/00000018.validator-0    waits since the file was made
 
 
-_DOOR, _NEW = ".door", ".new-"
+_LOCK, _NEW = ".door", ".new-"
 
 
 class QueueTicket(NamedTuple):
@@ -78,7 +77,7 @@ class Queue:
         assert self._own is None, "this process is in the queue"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with self._door():
+            with self._context():
                 self._clear()
                 number = 1 + max((place.number for place in self._places()), default=0)
                 self._own, self._fd = self._locked(number)
@@ -124,7 +123,7 @@ class Queue:
         return place, fd
 
     def _clear(self) -> None:
-        """Delete what the dead left. Only behind the door: a place that is made meanwhile could have the same name."""
+        """Delete what the dead left. Only with the lock: a place that is made meanwhile could have the same name."""
         for path in self._folder.glob(f"{_NEW}*"):
             path.unlink(missing_ok=True)
         for place in self._places():
@@ -132,9 +131,9 @@ class Queue:
                 place.path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _door(self) -> Iterator[None]:
+    def _context(self) -> Iterator[None]:
         """One process at a time makes a place."""
-        fd = os.open(self._folder / _DOOR, os.O_RDWR | os.O_CREAT, 0o644)
+        fd = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
@@ -181,29 +180,13 @@ def is_parkable(thing: object) -> TypeGuard[Parkable]:
     return hasattr(thing, "park") and hasattr(thing, "come_back")
 
 
-class Shift(Protocol):
-    """A process's right to compute on its device."""
-
-    def keeps(self, thing: object) -> None:
-        """From now on, this leaves the device between shifts. It must be a `Parkable` if the device is shared."""
-
-    def on(self) -> AbstractAsyncContextManager[None]:
-        """Within it, the device is this process's. Works that are at it at one time share the shift. Not to be nested."""
-
-    def held(self) -> AbstractContextManager[None]:
-        """The same for code without an event loop."""
-
-    def pause(self) -> None:
-        """Between two parts of one work within `held` or `on`: if others wait, let all of them go first."""
-
-
-def shift_of(folder: Path | None, name: str) -> Shift:
+def shift_of(folder: Path | None, name: str) -> "Shift":
     """The shifts of a process, among those that queue in a folder; without one, it has the device to itself."""
-    return ExclusiveDevice() if folder is None else SharedDevice(Queue(folder, name))
+    return Shift() if folder is None else SharedDevice(Queue(folder, name))
 
 
 async def load_on_shift(
-    session: "Session", shift: Shift, work: contextlib.AsyncExitStack, version: int, *, keep: int = 2, **how: Any
+    session: "Session", shift: "Shift", work: contextlib.AsyncExitStack, version: int, *, keep: int = 2, **how: Any
 ) -> None:
     """Fetch a version, begin a shift, and load the version. The shift ends with `work`; the rest is as of
     `Session.load`."""
@@ -213,26 +196,27 @@ async def load_on_shift(
     await session.load(version, keep=keep, **how)
 
 
-class ExclusiveDevice:
-    """The only process on its device."""
+class Shift:
+    """A process's right to compute on its device: here, of the only process on it."""
 
     def keeps(self, thing: object) -> None:
-        """See `Shift`."""
+        """From now on, this leaves the device between shifts. It must be a `Parkable` if the device is shared."""
 
     @contextlib.asynccontextmanager
     async def on(self) -> AsyncIterator[None]:
-        """See `Shift`."""
+        """Within it, the device is this process's. Works that are at it at one time share the shift. Not to be nested."""
         yield
 
-    def held(self) -> AbstractContextManager[None]:
-        """See `Shift`."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The same for code without an event loop."""
+        yield
 
     def pause(self) -> None:
-        """See `Shift`."""
+        """Between two parts of one work within `held` or `on`: if others wait, let all of them go first."""
 
 
-class SharedDevice:
+class SharedDevice(Shift):
     """One of several processes."""
 
     def __init__(
@@ -252,13 +236,11 @@ class SharedDevice:
         self._watcher: threading.Thread | None = None
 
     def keeps(self, thing: object) -> None:
-        """See `Shift`."""
         assert is_parkable(thing), f"{type(thing).__name__} cannot leave a device"
         self._parkables.append(thing)
 
     @contextlib.asynccontextmanager
     async def on(self) -> AsyncIterator[None]:
-        """See `Shift`."""
         while not await self._begun():
             try:
                 await asyncio.sleep(POLL_S)
@@ -272,7 +254,6 @@ class SharedDevice:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """See `Shift`."""
         self._wait()
         try:
             yield
@@ -280,7 +261,6 @@ class SharedDevice:
             self._end()
 
     def pause(self) -> None:
-        """See `Shift`."""
         with self._lock:
             if self._works > 1 or not self._queue.is_followed():
                 return

@@ -16,7 +16,6 @@ from shoal.errors import PeerError, StateError
 from shoal.net.client import MAX_REASON_CHARS
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import vine_of
-from shoal.protocol.branching import is_continued
 from shoal.protocol.constants import (
     BOOKED_WITHIN_S,
     CONTINUATIONS,
@@ -27,8 +26,9 @@ from shoal.protocol.constants import (
     MAX_ROLLOUT_TOKENS,
     MAX_SAID_CHARS,
 )
+from shoal.protocol.continuations import is_continued
 from shoal.protocol.encoding import is_digest
-from shoal.roles.node.node import Node
+from shoal.roles.node.lifecycle import Node
 from shoal.roles.node.session import SOONEST_S, Session
 from shoal.roles.node.throttle import LOOK_S
 
@@ -62,6 +62,7 @@ class Leases:
         while grant is not None and not self._stopping:
             self.holding.append(grant.lease.id)
             ahead = asyncio.create_task(self._ahead())
+            ahead.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it
             try:
                 yield grant
             except GeneratorExit:
@@ -150,6 +151,8 @@ class Leases:
 
     async def _open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
         """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""
+        if lease.id in self.came:  # guard: leases-come-once
+            raise PeerError(f"the host granted lease {lease.id[:40]!r} twice: leave this run, and tell the host")
         self.came[lease.id] = time.monotonic()
         try:
             demand_sound(lease, self._session.kind, vine_of(self._session.info.rules.algorithm) is not None)

@@ -1,6 +1,6 @@
 """How a node serves chunks to others: the calls of a relay, and the offer to the coordinator that makes clients ask it.
 
-It knows no chunk: what is served comes from a `Shelf`. If serving or offering ends by an error, the log says so, and it
+It knows no chunk: what is served comes from `ServedFiles`. If serving or offering ends by an error, the log says so, and it
 starts again.
 """
 
@@ -20,11 +20,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.errors import NothingYet, PeerError
-from shoal.net.blobs import FileAnswer, shelf
+from shoal.net.blobs import FileAnswer, blob_app
 from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits, http_server
 from shoal.net.server import Gate, answer
-from shoal.net.server_process import listen
+from shoal.net.server_address import listen
 from shoal.protocol.host_signatures import sign_proof
 from shoal.protocol.messages.batches import RelayOffer, RelayProof, RelayStanding
 from shoal.protocol.signing import Key
@@ -77,7 +77,7 @@ def application(held: ServedFiles, key: Key, run: str, clock: Callable[[], float
         Route("/v1/holdings/{content}", get_holdings),
         Route("/.well-known/shoal-relay/{nonce}", get_proof),
     ]
-    return shelf(held.folder, clock, gate=gate, serve=held.serve, more=more)
+    return blob_app(held.folder, clock, gate=gate, serve=held.serve, more=more)
 
 
 @contextlib.asynccontextmanager

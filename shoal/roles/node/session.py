@@ -11,12 +11,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shoal.engine.interface import Engine
-from shoal.engine.memory_estimate import played_on_gpu, scored_on_gpu
 from shoal.env import Env
 from shoal.errors import Overreach, PeerError
+from shoal.models.memory import EngineMemory, engine_memory_in, played_on_gpu, scored_on_gpu
 from shoal.net.client import Client
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_MANIFEST_BYTES
@@ -24,20 +23,17 @@ from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.host_signatures import is_promised, terms_of
 from shoal.protocol.message_sizes import BYTES_PER_TOKEN
 from shoal.protocol.messages.run import kind_of
-from shoal.roles.node.evidence import EvidenceStore, retry_while_disk_full
-from shoal.roles.node.publisher_pins import take_publishers
+from shoal.roles.node.evidence_store import EvidenceStore, retry_while_disk_full, take_publishers
 from shoal.roles.node.share_weights import SHARED_PART, SharedVersions
 from shoal.verification.encode_submission import largest_submission_bytes
 from shoal.weights.engine_loader import LoadedEngine
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import Relays
 from shoal.weights.fetch.sources import HostAway, sources_of
-from shoal.weights.fetch.version_directory import room_for_version
-from shoal.weights.manifest import content_of, open_manifest, signer_of
-from shoal.weights.memory_limit import Memory, needs_of
-
-if TYPE_CHECKING:
-    from shoal.engine.memory_estimate import AnyNeeds, Needs
+from shoal.weights.fetch.transfer import TransferEvents
+from shoal.weights.fetch.version_directory import VersionFolder, room_for_version
+from shoal.weights.manifest import ManifestTrust, content_of, open_manifest, signer_of
+from shoal.weights.memory_limit import Memory
 
 log = logging.getLogger("session")
 
@@ -70,7 +66,7 @@ class Session:
     """Limit of all versions and evidence on disk. None means no limit, for the host's nodes."""
     memory: Memory | None = None
     """Limit of memory. None means no limit, for the host's own nodes."""
-    needs: "Needs | AnyNeeds | None" = None
+    needs: EngineMemory | None = None
     """What the version that was loaded last needs, if there is a limit."""
     publishers: t.Publishers | None = None
     """All that the root named, as this node pinned them; None: the trainer key of `info`."""
@@ -154,7 +150,9 @@ class Session:
         brought = await self.bring(version, keep=keep, max_bytes=max_bytes, grant=grant)
         self._in_use = brought.directory  # a tokenizer that is started again reads its files
         await self._load(brought)
-        self.manifest, self.client.manifest, self._brought = brought.manifest, digest(brought.signed), None
+        self.manifest, self.client.manifest = brought.manifest, digest(brought.signed)
+        if self._brought is brought:  # a lease ahead may have brought the next one meanwhile
+            self._brought = None
         await retry_while_disk_full(self.client, lambda: asyncio.to_thread(self._keep, grant, brought.signed))
 
     async def bring(
@@ -190,10 +188,15 @@ class Session:
             sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources()))
             try:
                 directory = await fetch(
-                    manifest, sources, self.shared.folder, keep=keep, max_bytes=most_bytes, manifest_of=earlier,
-                    in_use=self._in_use, store=self.store, on_lie=self.relays.lied,
+                    manifest,
+                    sources,
+                    VersionFolder(
+                        self.shared.folder, keep=keep, max_bytes=most_bytes, in_use=self._in_use, store=self.store
+                    ),
+                    manifest_of=earlier,
                     shared=self.shared if self.shared.is_on else None,
-                )  # fmt: skip
+                    events=TransferEvents(on_lie=self.relays.lied),
+                )
                 return FetchedVersion(manifest, signed, directory)
             except HostAway as error:
                 log.warning(
@@ -219,9 +222,12 @@ class Session:
     def _open(self, signed: bytes, version: int, most_bytes: int | None, now: float | None) -> t.Manifest:
         """A manifest of this run; `most_bytes` and `now` are as of `open_manifest`."""
         return open_manifest(
-            signed, run=self.info.run, keys=self._publishers(), now=now, version=version, max_bytes=most_bytes,
+            signed,
+            ManifestTrust(self.info.run, self._publishers(), most_bytes),
+            now=now,
+            version=version,
             issued_since=self.issued.get(version, 0.0),
-        )  # fmt: skip
+        )
 
     def _most_bytes(self, keep: int, max_bytes: int | None) -> int | None:
         """The most bytes that a version may have here."""
@@ -238,13 +244,13 @@ class Session:
 
     async def _load(self, brought: "FetchedVersion") -> None:
         """Let the engine load a version from its directory. Raises `Overreach` if it does not fit into the memory."""
-        directory, version, root = brought.directory, brought.manifest.version, brought.manifest.root
+        directory, version = brought.directory, brought.manifest.version
         if self.memory is not None:
-            self.needs = needs_of(directory, self.engine.facts.dtype)
+            self.needs = engine_memory_in(directory, self.engine.facts.dtype)
             # guard: policy-fits-memory
             self.memory.demand(f"loading version {version}", self.needs.load(), self.needs.loaded)
         with self.within_memory(f"loading version {version}"):
-            await asyncio.to_thread(self.policy.load, directory, version, root)
+            await asyncio.to_thread(self.policy.load, directory, version)
 
     def within_memory(self, what: str) -> AbstractContextManager[None]:
         """Around work: an allocation that fails becomes an `Overreach`. `what` begins its sentence."""

@@ -17,7 +17,7 @@ from shoal.errors import NothingYet
 from shoal.net.blobs import FileAnswer
 from shoal.net.client import Client
 from shoal.net.connection_limits import ServerLimits, connections_that_fit
-from shoal.net.server_process import listen
+from shoal.net.server_address import listen
 from shoal.protocol.messages import Manifest, Patch
 from shoal.protocol.signing import Key
 from shoal.roles.node.serve_chunks import application, serving

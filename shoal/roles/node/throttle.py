@@ -157,34 +157,28 @@ class BoundedEngine:
 
     @property
     def facts(self) -> EngineFacts:
-        """See `Engine`."""
         return self._engine.facts
 
     @property
     def version(self) -> int:
-        """See `Engine`."""
         return self._engine.version
 
     def load(self, directory: Path, version: int) -> None:
-        """See `Engine`."""
         self._engine.load(directory, version)
 
     def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
-        """See `Engine`."""
         self._allowance.breathe(self._hurries)
         return self._engine.extend(requests, temperature)
 
     def forget(self, rollouts: Iterable[str]) -> None:
-        """See `Engine`."""
         self._engine.forget(rollouts)
 
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
-        """See `Engine`."""
         self._allowance.breathe(self._hurries)
         return self._engine.score(requests, temperature, hidden)
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._engine, name)  # an engine that changes versions in place still does
+        return getattr(self._engine, name)  # an engine that can be parked still can
 
 
 def cpu_time_s() -> float:

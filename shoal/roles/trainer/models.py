@@ -12,7 +12,7 @@ from shoal.models.checkpoint import write_nf4
 from shoal.models.hub_download import Hub, source_of
 from shoal.models.interface import PolicyModel
 from shoal.models.lora_config import AdapterSpec
-from shoal.models.nf4_config import NF4, is_coded
+from shoal.models.nf4_layout import NF4, is_coded
 from shoal.models.open_model import demand_named_base, demand_no_adapter, open_adapted, open_policy
 from shoal.models.random_model import make_tiny
 from shoal.net.client import Client
@@ -20,14 +20,15 @@ from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import judge_named, needs_reference
 from shoal.protocol.constants import MAX_MANIFEST_BYTES
 from shoal.protocol.hub_reference import is_hub
-from shoal.roles.trainer.publish import copy_checkpoint
+from shoal.roles.trainer.publish_version import copy_checkpoint
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.train.frozen_models import AdvantageModel, KLReference, judge_of, reference_of
 from shoal.train.master_weights import module_dtype
 from shoal.weights.base_model import base_of
 from shoal.weights.fetch.fetch import fetch_version
 from shoal.weights.fetch.sources import sources_of
-from shoal.weights.manifest import weights_root
+from shoal.weights.fetch.version_directory import VersionFolder
+from shoal.weights.manifest import ManifestTrust, weights_root
 
 # --- The first version of a run's policy ---
 #
@@ -80,14 +81,15 @@ class PastPolicies:
 
     async def directories(self, versions: Iterable[int], info: t.RunInfo) -> dict[int, Path]:
         """The directory of each version. Raises `PeerError`, `StateError`."""
-        found = {}
-        for version in sorted(set(versions)):
-            found[version] = await fetch_version(
-                await self._signed(version), version, sources_of(info, self._client), self._folder, run=info.run,
-                publishers=info.all_publishers, signed_of=self._signed, store=self._store,
-                keep=info.rules.max_staleness + 2,  # a repeated step may find one that is newer than its batch
-            )  # fmt: skip
-        return found
+        keep = info.rules.max_staleness + 2  # a repeated step may find one that is newer than its batch
+        folder, trust = (
+            VersionFolder(self._folder, keep, store=self._store),
+            ManifestTrust(info.run, info.all_publishers),
+        )
+        return {
+            version: await fetch_version(version, sources_of(info, self._client), folder, trust, self._signed)
+            for version in sorted(set(versions))
+        }
 
     async def _signed(self, version: int) -> bytes:
         return await self._client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)

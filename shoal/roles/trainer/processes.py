@@ -2,7 +2,7 @@
 
 If one of them ends, the agent ends the others, and this process ends as the first one did: its launcher starts all of them
 again, and they go on from their saved state. Nothing listens on a network: the agent is alone, and the processes meet at a
-file. It knows nothing of training.
+file.
 """
 
 import logging
@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -26,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.config import stay_on_this_machine
+from shoal.config.role_options import TrainerOptions
 from shoal.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR
 from shoal.run_folder import RunFolder
 
@@ -38,18 +40,8 @@ def run_processes(folder: RunFolder, url: str, count: int) -> None:
     shutil.rmtree(meetings, ignore_errors=True)
     meetings.mkdir(parents=True)
     meeting = Path(tempfile.mkdtemp(dir=meetings)) / "store"
-    command = [
-        "-m",
-        "shoal.cli.main",
-        "role",
-        "rank",
-        "--run-dir",
-        str(folder.root),
-        "--url",
-        url,
-        "--meeting",
-        str(meeting),
-    ]
+    options = msgspec.json.encode(TrainerOptions(url=url, meeting=str(meeting))).decode()
+    command = ["-m", "shoal.cli.main", "role", "rank", "--run-dir", str(folder.root), "--options", options]
     rendezvous_handler_registry.register(_BACKEND, lambda parameters: _OneAgent())
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=folder.root.name, rdzv_backend=_BACKEND,

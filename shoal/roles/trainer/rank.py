@@ -1,6 +1,6 @@
 """One of the processes of a trainer that has several: rank 0 is the trainer's role, the others obey it.
 
-Only rank 0 speaks to the coordinator, publishes, and decides what is learned when. It does not know how a step is divided.
+Only rank 0 speaks to the coordinator, publishes, and decides what is learned when.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from shoal.errors import EXIT_TRY_AGAIN, ConfigError
 from shoal.models.device import CUDA, take_device
 from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
-from shoal.net.server_process import SIGNALS
+from shoal.net.server_address import SIGNALS
 from shoal.roles.trainer.models import start_policy
 from shoal.roles.trainer.trainer import Learning, Trainer
 from shoal.run_folder import RunFolder

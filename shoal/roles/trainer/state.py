@@ -13,8 +13,7 @@ import msgspec
 from shoal.errors import StateError, cause_of
 from shoal.run_folder import write_atomically
 from shoal.train.checkpoint import States, kept_versions
-from shoal.train.row_codec import RowBytes, bytes_of, row_of
-from shoal.train.rows import TrainingRow
+from shoal.train.rows import RowBytes, TrainingRow, bytes_of, row_of
 
 # --- The steps since the trainer's last state was saved, each with all that is needed to repeat it ---
 #
@@ -22,9 +21,7 @@ from shoal.train.rows import TrainingRow
 # without the coordinator, which may have deleted the bodies and the versions that sampled them; the sizes of its micro-
 # batches; and the root of what was published.
 #
-#       trainer/journal/v000013.step    CRC-32 of the rest, 4 bytes; then one `JournalStep` in msgpack: the step that made
-# 13
-
+#     trainer/journal/v000013.step    CRC-32 of the rest, 4 bytes; then, in msgpack, the `JournalStep` that made 13
 
 log = logging.getLogger("trainer")
 
@@ -41,9 +38,9 @@ class JournalStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budgets: tuple[int, ...]
     """Tokens of a micro-batch, at most, in each update."""
     rows: tuple[RowBytes, ...]
-    steps: int = 0
-    """Length of the schedule of learning rates that it was taken by; 0: that of the run file."""
-    lr_factor: float = 1.0
+    steps: int
+    """Length of the schedule of learning rates that it was taken by."""
+    lr_factor: float
     """What the learning rate was multiplied by, as its batch said."""
 
     def learned(self) -> list[TrainingRow]:
@@ -143,7 +140,7 @@ class TrainerState:
         learner = self._states.learner
         schedule_steps = learner.steps
         for step in self._journal.after(version):
-            learner.steps = step.steps or schedule_steps  # guard: repeated-by-its-schedule
+            learner.steps = step.steps  # guard: repeated-by-its-schedule
             learner.lr_factor = step.lr_factor  # guard: repeated-by-its-rate
             learner.step(step.learned(), version, step.budgets)
             version, root = step.version, root_of()

@@ -4,8 +4,8 @@ It does not choose the groups that it learns from: each batch is an event of the
 needs to repeat the step, before it publishes a version. So after a kill at any moment it repeats the same step with the
 same bits, and never rebuilds a published version differently.
 
-`batches` reads the batches; `past` fetches the versions that sampled them; `publish` publishes the versions and keeps
-checkpoints, while the next step is under way; `saving` saves the state.
+`batches` reads the batches; `models` fetches the versions that sampled them; `publish` publishes the versions and keeps
+checkpoints, while the next step is under way; `state` saves the state.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ import torch
 
 from shoal.config import RunConfig, notes_of
 from shoal.errors import NothingYet, PeerError, StateError, Superseded
-from shoal.metrics import MetricsLog
 from shoal.models.checkpoint import WeightSnapshot
 from shoal.models.device import take_device
 from shoal.models.interface import PolicyModel
@@ -29,25 +28,32 @@ from shoal.models.transformer import Transformer
 from shoal.models.value_head import begin_valued
 from shoal.net.client import Client
 from shoal.net.key_files import find_key, load_or_make_key
-from shoal.net.server_process import Stopping
+from shoal.net.server_address import Stopping
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import narrowest_bound
 from shoal.protocol.signing import Key
 from shoal.protocol.tolerances import claims_bend_ratios
-from shoal.roles.node.device_queue import ExclusiveDevice, Shift, shift_of
-from shoal.roles.trainer.batches import BatchReader
+from shoal.roles.node.device_queue import Shift, shift_of
+from shoal.roles.trainer.batch_reader import BatchReader
 from shoal.roles.trainer.models import PastPolicies, first_model, open_judge, open_reference
-from shoal.roles.trainer.publish import Publisher
+from shoal.roles.trainer.publish_version import Publisher
 from shoal.roles.trainer.state import TrainerState
 from shoal.run_folder import RunFolder
-from shoal.train.behaviour_logprobs import LogprobsAt, over_the_base, with_own_denominators
+from shoal.step_metrics import MetricsLog
 from shoal.train.checkpoint import States
 from shoal.train.critic import critic_of
 from shoal.train.frozen_models import AdvantageModel, KLReference
 from shoal.train.learner import Learner
+from shoal.train.logprobs import (
+    LogprobsAt,
+    largest_gap_nats,
+    loaded_anew,
+    over_the_base,
+    row_to_check,
+    with_own_denominators,
+)
 from shoal.train.master_weights import module_dtype
 from shoal.train.rows import TrainingRow, learned
-from shoal.train.selfcheck import largest_gap_nats, row_to_check
 
 T = TypeVar("T")
 log = logging.getLogger("trainer")
@@ -94,10 +100,7 @@ def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
     dtype = module_dtype(config.train)
     model = first_model(folder, config, dtype).to(device)
     critic = critic_of(config.train, lambda: begin_valued(folder.policy, dtype).to(device))
-    learner = Learner(
-        model, config.train, temperature=config.sampling.temperature, steps=config.steps,
-        max_tokens=config.sampling.all_tokens, critic=critic,
-    )  # fmt: skip
+    learner = Learner(model, config.train, config.sampling, steps=config.steps, critic=critic)
     temperature, budget = config.sampling.temperature, config.train.microbatch_tokens
     # guard: one-base-in-memory
     logprobs_at = (
@@ -120,7 +123,7 @@ class Trainer:
         self.folder, self.config, self.client = folder, config, client
         learning = learning or learning_alone(folder, config)
         self.learner, states, self.device, self.logprobs_at, self.refer, self.judge = learning
-        self.shift = shift or ExclusiveDevice()
+        self.shift = shift or Shift()
         for model in (self.learner, self.refer, self.judge):
             if model is not None:
                 self.shift.keeps(model)
@@ -304,7 +307,7 @@ class Trainer:
         if self.checked or fresh is None:
             return {}
         self.checked = True
-        gap = largest_gap_nats(self.learner, fresh)
+        gap = largest_gap_nats(self.learner.logprobs([fresh])[0], fresh)
         # What was rounded to int8 is another policy: a gap is expected.
         alarming = gap > ALARM_GAP_NATS and self.info.rules.dtype != "int8"
         level = logging.WARNING if alarming else logging.INFO
@@ -322,14 +325,15 @@ class Trainer:
         self, rows: list[TrainingRow], sampled_by: dict[int, Path]
     ) -> tuple[list[TrainingRow], dict[str, Any]]:
         """The rows as the loss may use them: with denominators of our own, if workers could bend the ratio by theirs."""
-        rules, began = self.info.rules, time.perf_counter()
+        rules, train, began = self.info.rules, self.config.train, time.perf_counter()
         if not sampled_by:
             return rows, {}
-        own = await asyncio.to_thread(
-            with_own_denominators, rows, sampled_by, dtype=rules.dtype, temperature=self.learner.temperature,
-            microbatch_tokens=self.config.train.microbatch_tokens, trained_in=module_dtype(self.config.train),
-            device=self.device, logprobs_at=self.logprobs_at,
-        )  # fmt: skip
+        logprobs_at = self.logprobs_at
+        if logprobs_at is None or rules.dtype == "int8":
+            logprobs_at = loaded_anew(
+                rules.dtype, self.learner.temperature, train.microbatch_tokens, module_dtype(train), self.device
+            )
+        own = await asyncio.to_thread(with_own_denominators, rows, sampled_by, logprobs_at)
         return own, {"denominators_s": time.perf_counter() - began}
 
     async def _referred(self, rows: list[TrainingRow]) -> tuple[list[TrainingRow], dict[str, Any]]:

@@ -3,8 +3,8 @@ turn.
 
 Blocks advance on their own, several at a time, so that the turn of one travels while the engine extends another, also
 across two leases: `EngineShare` is what they share. Each turn of a block is one batch of its open rollouts in their order,
-as in `envs/play`, so the bits are those of a worker that has the environments. It trusts nothing that the host says about
-sizes.
+as in `envs/play_episodes`, so the bits are those of a worker that has the environments. Nothing that the host says about
+sizes is trusted.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ AHEAD = 16
 
 
 class TooLate(Exception):
-    """The lease has taken far too long."""
+    """The lease is to be dropped. The text says why."""
 
 
 class EngineShare:
@@ -74,8 +74,8 @@ class PlayContext(NamedTuple):
     sampling: t.Sampling
     ask: Callable[[t.EnvTurn], Awaitable[t.TurnAnswer]]
     """Sends a turn to the host. It may take any time."""
-    is_late: Callable[[], bool]
-    """Whether the lease is to be dropped."""
+    why_late: Callable[[], str]
+    """Why the lease is to be dropped; empty if it goes on."""
     ready: Callable[[], Awaitable[int]]
     """Returns once the engine has the lease's version: how many of the lease's blocks may be played at a time."""
 
@@ -160,8 +160,8 @@ async def _play_block(table: PlayContext, block: t.Block, answer: t.TurnAnswer, 
             going_on = {rollout.name for rollout in open_}
             table.engine.forget([name for name in names if name not in going_on])
             if open_:
-                if table.is_late():
-                    raise TooLate
+                if why := table.why_late():
+                    raise TooLate(why)
                 turn += 1
                 answer = await table.ask(t.EnvTurn(block.index, turn, await _extend(table, open_, hands)))
     finally:
@@ -193,7 +193,7 @@ def _write(rollout: _Rollout, turn: Continuation) -> bytes:
 
 
 def _take(table: PlayContext, answer: t.TurnAnswer, open_: Sequence[_Rollout]) -> None:
-    """Append what the environment says. Raises `PeerError` if it does not fit: the check `format` would blame the
+    """Append what the environment says. Raises `PeerError` if it does not fit: the check `shape` would blame the
     worker."""
     texts = [_token_ids(text, table.renderer().vocabulary) for text in answer.texts]
     if len(answer.said) != len(open_):  # guard: answers-for-the-open

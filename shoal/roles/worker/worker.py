@@ -9,31 +9,33 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
 from shoal.config.role_options import NodeOptions
-from shoal.envs.branching import OtherStart
+from shoal.engine.interface import ScoreRequest
 from shoal.envs.isolated.pool import Processes
+from shoal.envs.play_continuations import OtherStart, continue_block
+from shoal.envs.play_episodes import play_block
 from shoal.errors import Interrupted, NothingYet, PeerError, Superseded, Undecided
 from shoal.net.client import PeerRefused
 from shoal.protocol import messages as t
-from shoal.protocol.constants import COMPLETIONS
-from shoal.protocol.encoding import digest, to_json
+from shoal.protocol.algorithm_config import vine_of
+from shoal.protocol.constants import COMPLETIONS, CONTINUATIONS, MAX_SUBMISSION_BYTES
+from shoal.protocol.continuations import branches
+from shoal.protocol.encoding import WireError, digest, from_msgpack, to_json
 from shoal.protocol.host_signatures import is_promised
 from shoal.protocol.message_sizes import turn_answer_bytes
+from shoal.protocol.rollout_validation import readable_parent
 from shoal.roles.node.activity import NodeReport
 from shoal.roles.node.device_queue import load_on_shift
-from shoal.roles.node.evidence import retry_while_disk_full
+from shoal.roles.node.evidence_store import retry_while_disk_full
 from shoal.roles.node.lease_client import Leases
-from shoal.roles.node.node import Node, NodeRole, open_session, run_role
-from shoal.roles.node.session import (
-    SOONEST_S,
-    Contradiction,
-)
-from shoal.roles.worker.continuations import Parents, fetch_parents, play_leased, to_prove
+from shoal.roles.node.lifecycle import Node, NodeRole, open_session, run_role
+from shoal.roles.node.session import SOONEST_S, Contradiction, Session
 from shoal.roles.worker.remote_env import AHEAD, EngineShare, EngineTurn, PlayContext, TooLate, play_blocks
+from shoal.verification.check_context import score_requests
 from shoal.verification.encode_submission import encode_submission, prove_activations
 from shoal.weights.engine_loader import loaded_in_time
 from shoal.weights.fetch.chunks import NoSpace
@@ -46,6 +48,10 @@ are others' by then, and a host could ask for days of work. At the deadline itse
 
 Made: TypeAlias = tuple[list[t.Group], tuple[bytes, ...]]
 """Groups of a lease, and their proofs."""
+
+
+Parents: TypeAlias = dict[int, t.Group]
+"""By slot of a lease of continuations: what it continues. Slots in which nothing is due are missing."""
 
 
 class VersionExpired(Exception):
@@ -82,7 +88,6 @@ class Worker(NodeRole):
         self.leases: Leases
 
     async def join(self) -> None:
-        """See `NodeRole`."""
         processes = Processes(stopping=lambda: bool(self.stopping), left_s=lambda: self.due - time.monotonic())
         self.session = await open_session(self.node, "worker", processes)
         self.leases = Leases(self.node, self.session)
@@ -93,14 +98,12 @@ class Worker(NodeRole):
         )  # fmt: skip
 
     def lost(self) -> str:
-        """See `NodeRole`."""
         lost = "no lease was held, so nothing is lost"
         if held := ", ".join(self.leases.holding):
             lost = f"leases {held} are lost, and what a worker does not fill may cost it pay"
         return f"{lost}. What the host took stays booked, and the same command joins again"
 
     async def finish(self) -> None:
-        """See `NodeRole`."""
         await self.report.tell(self.leases.tokens_per_s, last=True)
 
     async def work(self) -> None:
@@ -150,7 +153,7 @@ class Worker(NodeRole):
 
     async def _load_for(self, grant: t.Grant, use: EngineTurn | None = None) -> None:
         """Load the lease's version, on a shift that ends with its use. Raises `VersionExpired` if the host may have deleted
-        the weights, and `Left`."""
+        the weights, and `StoppedWhileLoading`."""
         lease, shift = grant.lease, (use or EngineTurn()).shift
         self.activity.now(f"fetching version {lease.version}")
         try:
@@ -215,15 +218,16 @@ class Worker(NodeRole):
         def taken_s() -> float:
             return time.perf_counter() - max(started, self.idle_since)
 
-        def is_late() -> bool:
+        def why_late() -> str:
             if not before.over.is_set():
-                return bool(self.stopping)
-            return taken_s() > LATE * allowed_s  # guard: late-turns-are-dropped
+                return "told to stop" if self.stopping else ""
+            too_slow = taken_s() > LATE * allowed_s  # guard: late-turns-are-dropped
+            return f"took {LATE:.0f} times the time allowed" if too_slow else ""
 
         async def ready() -> int:
             await use.follow(before)
             if self.stopping:
-                raise TooLate
+                raise TooLate("told to stop")
             await self._load_for(grant, use)
             nonlocal loaded_s, tokens
             loaded_s, tokens = time.perf_counter(), self.engine_share.tokens
@@ -233,13 +237,11 @@ class Worker(NodeRole):
             use.loaded.set()
             return at_once
 
-        table = PlayContext(session.engine, lambda: session.policy.renderer, size, lease.sampling, ask, is_late, ready)
+        table = PlayContext(session.engine, lambda: session.policy.renderer, size, lease.sampling, ask, why_late, ready)
         try:
             groups = await play_blocks(table, lease.blocks, self.engine_share)
         except (TooLate, Superseded) as reason:
-            log.warning(
-                "dropped lease=%s reason=%r", lease.id, str(reason) or f"took {LATE:.0f} times the time allowed"
-            )
+            log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
             return None
         except PeerRefused as refused:
             if refused.code != "conflict":  # guard: other-turns-are-given-back
@@ -326,3 +328,58 @@ def _first_error() -> Iterator[None]:
         yield
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
+
+
+# --- leases of continuations: the groups that they continue are a stranger's bytes, and the lease names their digests ---
+
+
+async def fetch_parents(seat: Session, lease: t.Lease) -> Parents:
+    """The groups that a lease continues; none of another kind. Raises `PeerError` if the host serves others, and as
+    `Client.get`."""
+    if all(block.kind != CONTINUATIONS for block in lease.blocks):
+        return {}
+    path, vocabulary = f"/v1/leases/{lease.id}/parents", seat.policy.renderer.vocabulary
+    fault = ""
+    for _ in range(2):  # they may have been damaged on the way
+        try:
+            told = from_msgpack(await seat.client.get(path, cap=MAX_SUBMISSION_BYTES), t.Parents)
+            return parents_of(lease, told.groups, seat.info.rules, vocabulary)
+        except WireError as error:
+            fault = str(error)
+    raise PeerError(f"lease {lease.id} cannot be played: {fault}. Tell the host")
+
+
+def parents_of(lease: t.Lease, encoded: Sequence[bytes], rules: t.Rules, vocabulary: int) -> Parents:
+    """The groups that a lease continues, by slot, without those that nobody can. Raises `WireError` for bytes that are not
+    what the lease names."""
+    named = [(slot, slot.parent) for block in lease.blocks for slot in block.slots if slot.parent is not None]
+    if len(encoded) != len(named):
+        raise WireError(f"{len(encoded)} groups came, the lease names {len(named)}")
+    found = Parents()
+    for (slot, parent), data in zip(named, encoded, strict=True):
+        if digest(data) != parent.digest:  # guard: parents-of-the-lease
+            raise WireError(f"slot {slot.slot} continues {parent.digest[:12]}, other bytes came")
+        group = readable_parent(data, rules, lease.sampling, vocabulary)
+        if group is not None:
+            found[slot.slot] = group
+    return found
+
+
+def play_leased(seat: Session, lease: t.Lease, block: t.Block, parents: Parents) -> list[t.Group]:
+    """Fill the slots of a block."""
+    rules, engine, renderer = seat.info.rules, seat.engine, seat.policy.renderer
+    vine = vine_of(rules.algorithm)
+    if vine is None or block.kind != CONTINUATIONS:
+        return play_block(engine, renderer, seat.envs, block, rules.group_size, lease.sampling)
+    slots, at_once = [(slot, parents.get(slot.slot)) for slot in block.slots], rules.group_size * rules.block_groups
+    return continue_block(engine, renderer, seat.envs, slots, vine, at_once, lease.sampling)
+
+
+def to_prove(lease: t.Lease, groups: Sequence[t.Group], parents: Parents, rules: t.Rules) -> list[ScoreRequest]:
+    """What to prefill for the proofs of a lease's groups."""
+    slots, vine = [slot for block in lease.blocks for slot in block.slots], vine_of(rules.algorithm)
+    requests: list[ScoreRequest] = []
+    for slot, group in zip(slots, groups, strict=True):
+        continued = branches(parents[slot.slot], vine) if vine and slot.slot in parents else ()
+        requests += score_requests(slot, group, continued)
+    return requests

@@ -4,8 +4,6 @@ Each tensor is cut along its first axis. A layer is gathered when its turn comes
 its gradients are added up over all processes; embedding, head and last norm are gathered from the beginning of a forward to
 the end of a backward pass. The parts are float32: what the optimiser changes. If `train.dtype` is bfloat16, they are
 rounded on their way to the others, which has the same result as `master_weights`.
-
-It reads and writes no states, and never has a whole policy.
 """
 
 import math
@@ -25,21 +23,21 @@ from torch.distributed.tensor import DTensor
 from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.models.checkpoint import policy_tensors
-from shoal.models.config import ModelConfig
 from shoal.models.interface import PolicyModel, Published
 from shoal.models.load_tensors import read_rows
 from shoal.models.packed_attention import SharedPrefixGroup
 from shoal.models.transformer import Transformer
+from shoal.models.transformer_config import TransformerConfig
 from shoal.train.distributed.messages import Channel, Gather
 from shoal.train.distributed.ranks import MicrobatchShare
 from shoal.train.logprobs import predict
 from shoal.train.master_weights import module_dtype
-from shoal.train.packing_flat import PADDED, Plan, plan
+from shoal.train.microbatches import PADDED, Plan, plan
 from shoal.train.rows import TrainingRow
 
 
 class ShardedPolicy:
-    """A policy whose parameters are parts of tensors. A `policy.base.PolicyModel`."""
+    """A policy whose parameters are parts of tensors. A `models.interface.PolicyModel`."""
 
     after_head = None
 
@@ -50,7 +48,7 @@ class ShardedPolicy:
         self._parts = dict(whole.named_parameters())
 
     @property
-    def spec(self) -> ModelConfig:
+    def spec(self) -> TransformerConfig:
         """See `PolicyModel`."""
         return self.whole.spec
 

@@ -15,25 +15,30 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config import RunConfig
-from shoal.train.checkpoint import Numbers, States, crc32_of, keep, newest
-from shoal.train.distributed.checkpoint import read_shards, shapes_of, shard_of, write_shards
+from shoal.train.checkpoint import (
+    Numbers,
+    States,
+    crc32_of,
+    keep,
+    newest,
+    read_shards,
+    shapes_of,
+    shard_of,
+    write_shards,
+)
 from shoal.train.distributed.fsdp import Sharded, ShardedPolicy, load_sharded, sharded_logprobs
 from shoal.train.distributed.messages import Channel, End, Gather, LearnRequest, Load, Predict, PredictAt, Save
 from shoal.train.learner import Learner
 from shoal.train.master_weights import layout_of
-from shoal.train.packing_flat import PADDED
-from shoal.train.row_codec import bytes_of, row_of
-from shoal.train.rows import TrainingRow
+from shoal.train.microbatches import PADDED
+from shoal.train.rows import TrainingRow, bytes_of, row_of
 
 
 class RankLearner(Learner):
     """The learner of any of the processes, which has a part of the policy."""
 
     def __init__(self, policy: ShardedPolicy, config: RunConfig, channel: Channel) -> None:
-        super().__init__(
-            policy, config.train, temperature=config.sampling.temperature, steps=config.steps, ranks=Sharded(channel),
-            max_tokens=config.sampling.all_tokens,
-        )  # fmt: skip
+        super().__init__(policy, config.train, config.sampling, steps=config.steps, ranks=Sharded(channel))
         self.policy, self.channel = policy, channel
 
     def logprobs(self, rows: Sequence[TrainingRow]) -> list[NDArray[np.float32]]:
@@ -41,7 +46,7 @@ class RankLearner(Learner):
         return self._logprobs_of(self.policy, rows, self.config.packing)
 
     def logprobs_at(self, directory: Path, rows: Sequence[TrainingRow]) -> list[NDArray[np.float32]]:
-        """The same under a published policy, for `behaviour_logprobs`."""
+        """The same under a published policy, for `with_own_denominators`."""
         published = load_sharded(directory, self.config, self.policy.device.type, self.channel)
         return self._logprobs_of(published, rows, PADDED)
 

@@ -1,7 +1,7 @@
 """What the processes of a trainer say to each other: orders of rank 0, numbers, and parts of tensors.
 
 All processes are on one machine, and they reach each other over loopback, which no other machine can. Orders are msgpack,
-so nothing is unpickled. It does not know what an order leads to.
+so nothing is unpickled.
 
 Every order is followed by the same collective operations in all processes. If one of them ends, the operations of the
 others fail, and they end, too (`Lost`).
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import PeerError
-from shoal.train.row_codec import RowBytes
+from shoal.train.rows import RowBytes
 
 NO_TIMEOUT = datetime.timedelta(days=365)
 """Others wait as long as rank 0 waits for a batch. A process that ends closes its connections, so nobody waits for it."""

@@ -1,8 +1,7 @@
 """The processes that take a training step together, as the step sees them: which micro-batches each computes, and how their
 sums become those of all.
 
-`SingleProcess` is the only process of its step. `distributed.fsdp` has those that share a policy. It knows neither models
-nor the network.
+`SingleProcess` is the only process of its step. `distributed.fsdp` has those that share a policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from shoal.config import TrainConfig
 from shoal.models.interface import PolicyModel
 from shoal.train.master_weights import module_dtype
-from shoal.train.packing_flat import Plan
+from shoal.train.microbatches import Plan
 
 
 class MicrobatchShare(NamedTuple):

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError, how_to_install
-from shoal.runs.tables import Column, Row, as_csv
+from shoal.runs.csv_tables import Column, Row, as_csv
 from shoal.terminal import printable
 
 if TYPE_CHECKING:

@@ -18,15 +18,15 @@ from shoal.errors import StateError
 from shoal.protocol.encoding import WireError, from_msgpack
 from shoal.protocol.messages import Group, GroupRecord, Record
 from shoal.protocol.messages import Rollout as ClaimedRollout
-from shoal.roles.auditor.recompute import load_envs
-from shoal.roles.auditor.rescore import Rebuilt, Scores, TokenTolerances, in_a_thread, rebuilt, score
-from shoal.runs.replay import GroupRef, RunReader
+from shoal.roles.auditor.rejudge_groups import load_envs
+from shoal.roles.auditor.token_scores import Rebuilt, Scores, TokenTolerances, in_a_thread, rebuilt, score
+from shoal.runs.csv_tables import Column, Row
 from shoal.runs.rollouts import ReadGroup, ReadRollout, ReadTurn, decoded
-from shoal.runs.tables import Column, Row
+from shoal.runs.run_reader import GroupRef, RunReader
 from shoal.terminal import printable
-from shoal.verification.audit_checks import AUDIT
-from shoal.verification.context import CheckFailure, Context, GroupCheck, by_group
-from shoal.verification.model_free import MODEL_FREE
+from shoal.verification.check_context import CheckFailure, Context, GroupCheck, by_group
+from shoal.verification.checks_with_model import AUDIT
+from shoal.verification.checks_without_model import MODEL_FREE
 from shoal.views.notebook.data_frame import Frame, escaped
 
 if TYPE_CHECKING:
@@ -261,14 +261,14 @@ async def _judge(
 ) -> list[Row]:
     reading.bytes_of(place)  # raises for what is private
     async with rebuilt(reading.name, place, load_envs(reading.state.envs, own_files)) as work:
-        engine = await work.bench.take_weights(work.lease.version)
+        engine = await work.context.take_weights(work.lease.version)
         group = work.group
         if claim is not None:
             rollouts = list(group.rollouts)
             rollouts[index] = claim
             group = replace(group, rollouts=tuple(rollouts))
         ctx = Context(
-            work.bench.tools(engine), work.lease, work.slot, work.submission,
+            work.context.tools(engine), work.lease, work.slot, work.submission,
             proof=work.submission.proofs[place.index] if work.submission.proofs else b"",
             record=await _record(work, place.index),
         )  # fmt: skip
@@ -280,7 +280,7 @@ async def _record(work: Rebuilt, index: int) -> GroupRecord | None:
     if not work.booked.record:
         return None
     try:
-        return from_msgpack(await work.bench.run.blob(work.booked.record), Record).groups[index]
+        return from_msgpack(await work.context.run.blob(work.booked.record), Record).groups[index]
     except (WireError, IndexError):
         raise StateError("the host's record of the group cannot be read: run shoal audit") from None
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from shoal.errors import ConfigError, how_to_install
 from shoal.humanize import figure
-from shoal.metrics import declared
+from shoal.step_metrics import declared, is_number
 from shoal.views.plots.render import draw
 from shoal.views.plots.series import Panel, Picture, PlotCurve, Point
 
@@ -106,4 +106,4 @@ def _notebook(say: Callable[[str], None]) -> Callable[[bytes], None] | None:
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    return float(value) if is_number(value) else math.nan

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet
 from shoal.evaluation_files import Evaluation, evaluations_of, interval_of, why_not_comparable
-from shoal.ledger.run import RunCreated
-from shoal.metrics import HEADLINES, METRICS, Metric, MetricsLine, declared, is_figure, mean_of_counts, step_of
-from shoal.runs.replay import RunReader
+from shoal.ledger.run_events import RunCreated
+from shoal.runs.run_reader import RunReader
+from shoal.step_metrics import HEADLINES, METRICS, Metric, MetricsLine, declared, is_figure, mean_of_counts, step_of
 from shoal.terminal import brief, docs_page
 
 Across = Literal["step", "tokens", "time"]

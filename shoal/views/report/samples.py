@@ -10,8 +10,8 @@ from itertools import islice
 
 from shoal.errors import NothingYet, ShoalError
 from shoal.evaluation_files import AFTER, BEFORE, Evaluation, Transcript
-from shoal.runs.replay import GroupRef, RunReader
 from shoal.runs.rollouts import ReadGroup, ReadRollout
+from shoal.runs.run_reader import GroupRef, RunReader
 
 MOST_ENVS, ROLLOUTS, TRANSCRIPTS = 3, 2, 4
 MOST_TRIED = 60

@@ -21,11 +21,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.config import EnvConfig
-from shoal.envs.run_settings import LOWEST
+from shoal.envs.settings_wrapper import LOWEST
 from shoal.evaluation_files import Evaluation, Transcript, format_of, why_no_mean, why_not_comparable
 from shoal.humanize import duration
 from shoal.ledger.members import ASKED_BY_HOST
-from shoal.runs.conversation import SPEAKERS
+from shoal.runs.rollout_samples import SPEAKERS
 from shoal.runs.run_status import RunStatus
 from shoal.terminal import command, printable
 from shoal.views.terminal.panels import BLANK, last_reason, reasons

@@ -1,7 +1,7 @@
 """The terminal view of a running run: a snapshot becomes a picture, or a line when the output is piped to a file.
 
 It starts nothing, reads nothing and asks nobody, so tests and the picture in the README are made from snapshots. Its parts
-are in `views/terminal/panels` and `views/terminal/panels`; here each gets its place, so that at every size the point is
+are in `views/terminal/panels`; here each gets its place, so that at every size the point is
 kept: who was refused, by which check, and what the run waits for. `views/terminal/end_screen` shows the end of a run.
 """
 
@@ -22,9 +22,8 @@ from rich.text import Text
 
 from shoal.evaluation_files import Evaluation, format_of, interval_of
 from shoal.humanize import duration
-from shoal.ledger.hints import split_remedy
-from shoal.metrics import FIGURES
 from shoal.runs.run_status import STARTING, RunStatus, left_label, seconds_left
+from shoal.step_metrics import FIGURES
 from shoal.terminal import brief, printable, wrapped
 from shoal.views.terminal import panels
 from shoal.views.terminal.panels import (
@@ -106,8 +105,8 @@ def _parts(
     waits = snapshot.status.waiting_for
     # What stands on the screen already is not said again.
     headings = tuple(alarm.heading for alarm in snapshot.alarms) if is_small else ()
-    has_remedy = bool(split_remedy(waits)[1])
-    said = [one for one in said if not (one.startswith(headings) or (has_remedy and waits in one))]
+    is_said = bool(snapshot.status.remedy)
+    said = [one for one in said if not (one.startswith(headings) or (is_said and waits in one))]
     found = workers(snapshot)
     if body is None:
         body = 1000
@@ -240,11 +239,11 @@ def plain_wait(snapshot: RunStatus, said: str = "") -> str:
     it."""
     status = snapshot.status
     if snapshot.notice:
-        return f"{brief(snapshot.notice, 2000)}  elapsed={duration(snapshot.elapsed_s)}"
+        return f"{brief(snapshot.notice_in_words, 2000)}  elapsed={duration(snapshot.elapsed_s)}"
     if not status.waiting_for or status.waiting_s < WATCHDOG_S or status.waiting_for.startswith("nothing"):
         return ""
-    waits = brief(status.waiting_for, 2000)
-    waits = split_remedy(waits)[0] if waits in said else waits
+    waits = brief(status.wait_in_words, 2000)
+    waits = brief(status.waiting_for, 2000) if waits in said else waits
     return f"waiting {status.waiting_s:.0f} s for {waits}  in_flight={status.in_flight}"
 
 
@@ -253,7 +252,7 @@ def plain_pause(snapshot: RunStatus) -> str:
     status = snapshot.status
     if status.phase != "paused":
         return plain_wait(snapshot)
-    return f"paused for {duration(status.waiting_s)}, and waits for {brief(status.waiting_for, 2000)}"
+    return f"paused for {duration(status.waiting_s)}, and waits for {brief(status.wait_in_words, 2000)}"
 
 
 class RunView(Protocol):

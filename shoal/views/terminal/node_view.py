@@ -21,11 +21,11 @@ from shoal.errors import PeerError
 from shoal.net.client import Client
 from shoal.roles.node.activity import NodeActivity
 from shoal.roles.node.throttle import Allowance
+from shoal.runs.remote_status import RemoteRun
 from shoal.runs.run_status import RunStatus
-from shoal.runs.url_status import RemoteRun
 from shoal.views.terminal.keyboard import Keyboard, keyboard
 from shoal.views.terminal.live_view import draws_on, print_lines
-from shoal.views.terminal.node_panels import NodeNow, picture, plain
+from shoal.views.terminal.node_screen import NodeNow, picture, plain
 
 log = logging.getLogger("shoal")
 

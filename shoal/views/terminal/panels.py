@@ -13,21 +13,12 @@ from rich.text import Text
 from shoal.evaluation_files import Evaluation, JudgeResult, format_of, interval_of, why_no_mean
 from shoal.humanize import duration
 from shoal.ledger.fault_rate import FAULTS
-from shoal.ledger.hints import split_remedy
 from shoal.ledger.members import ASKED_BY_HOST
-from shoal.metrics import FIGURES
-from shoal.monitors.advice import MANY_OVERLONG
-from shoal.monitors.inputs import is_number
+from shoal.monitors.config_warnings import MANY_OVERLONG
 from shoal.protocol.messages import NodeState
 from shoal.runs.run_status import STARTING, RunStatus, SampleConversation, names_apart, seconds_left
+from shoal.step_metrics import FIGURES, is_number
 from shoal.terminal import brief
-
-# --- The parts of the terminal view, each from a snapshot and a width ---
-#
-# Progress, reward curve, figures, what is waited for.
-#
-# The table of nodes is in `views/terminal/panels`.
-
 
 WATCHDOG_S = 5.0
 """A longer wait is shown in colour, and is printed if the output is piped."""
@@ -178,8 +169,8 @@ def watchdog(snapshot: RunStatus, width: int, lines: int) -> Text:
         waits = _waits(snapshot, in_flight=False)  # no half of it behind a long cause
     text = cropped(waits, width, lines)
     most = lines + 2 * min(len(snapshot.alarms), 2)
-    if remedy := split_remedy(snapshot.notice or status.waiting_for)[1]:
-        advice = Text("\n").join(Text(brief(remedy, 1000), style="bold").wrap(get_console(), width))
+    if snapshot.remedy:
+        advice = Text("\n").join(Text(brief(snapshot.remedy, 1000), style="bold").wrap(get_console(), width))
         text.append("\n").append_text(advice)
         most += advice.plain.count("\n") + 1
     for alarm in snapshot.alarms:
@@ -224,7 +215,7 @@ def _in_two_lines(cause: str, remedy: str, width: int) -> str:
 def _waits(snapshot: RunStatus, in_flight: bool = True) -> Text:
     status, text = snapshot.status, Text()
     if snapshot.notice:
-        text.append(brief(split_remedy(snapshot.notice)[0], 400))
+        text.append(brief(snapshot.notice, 400))
     elif status.phase == "ended":
         return text.append("the run has ended", style="dim")
     elif status.phase == "evaluating":
@@ -232,7 +223,7 @@ def _waits(snapshot: RunStatus, in_flight: bool = True) -> Text:
     elif status.waiting_for:
         style = "yellow" if status.waiting_s >= WATCHDOG_S else "dim"
         # room for the error itself: the words after it say that an environment fails
-        waits = brief(split_remedy(status.waiting_for)[0].replace(f"the host: {FAULTS}", "the host: ", 1), 400)
+        waits = brief(status.waiting_for.replace(f"the host: {FAULTS}", "the host: ", 1), 400)
         text.append(f"waiting {status.waiting_s:.0f} s for {waits}", style=style)
     else:
         text.append("waiting for nothing", style="dim")
@@ -306,12 +297,7 @@ def _indented(label: str) -> Text:
     return Text(f"  {brief(label)}", no_wrap=True, overflow="ellipsis")
 
 
-# --- The table of workers ---
-#
-# Those in trouble first, with the checks that refused them, at any width.
-#
-# Names, checks and reasons are strangers' text; from a URL, all of it is.
-
+# --- The table of workers: those in trouble first, with the checks that refused them, at any width ---
 
 ALL_COLUMNS, WITH_REASON, WITHOUT_CREDITS = 104, 120, 66
 """Widths in cells: from the first, every figure has a column; from the second, the last refusal follows in full; below the

@@ -22,23 +22,22 @@ from shoal.alarms import Alarm, standing_alarms
 from shoal.errors import EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, ShoalError
 from shoal.evaluation_files import results_in
 from shoal.ledger.log.writer import BrokenLog, UnknownRules
-from shoal.metrics import MetricsFollower, clean_metrics
 from shoal.net.client import Client
-from shoal.net.server_process import living_pid, port_of_living
+from shoal.net.server_address import living_pid, port_of_living
 from shoal.protocol.messages import NodeState, Status
 from shoal.run_folder import RunFolder, is_locked, is_url
-from shoal.runs.conversation import NewestSample, Samples
-from shoal.runs.public_run import demand_whole_log
-from shoal.runs.replay import open_run
+from shoal.runs.log_source import demand_whole_log
+from shoal.runs.remote_status import CoordinatorWatch, RemoteRun
+from shoal.runs.rollout_samples import NewestSample, Samples
+from shoal.runs.run_reader import open_run
 from shoal.runs.run_status import (
     USAGE,
-    CoordinatorWatch,
     RunStatus,
     own_keys,
     suspended_process,
     wall_s_before,
 )
-from shoal.runs.url_status import RemoteRun
+from shoal.step_metrics import MetricsFollower, clean_metrics
 from shoal.terminal import as_called, printable
 from shoal.views.terminal.keyboard import Keyboard, keyboard
 from shoal.views.terminal.live_view import LiveView, draws_on, plain, plain_pause, print_lines, render
@@ -82,7 +81,7 @@ class FolderWatch:
         """Of a run that nobody hosts."""
 
     async def look(self) -> RunStatus:
-        """See `Watched`."""
+        """See `RunSource`."""
         return await asyncio.to_thread(self._look)
 
     @property
@@ -105,27 +104,24 @@ class FolderWatch:
 
     def _look(self) -> RunStatus:
         self._read_config()
-        config, folder, status, nodes = (
-            self._config,
-            self._folder,
-            self._coordinator.status(),
-            self._coordinator.nodes(),
-        )
-        hosted, notice = self._coordinator.answers, ""
+        config, folder, status = self._config, self._folder, self._coordinator.status()
+        nodes = self._coordinator.nodes
+        hosted, notice, remedy = self._coordinator.answers, "", ""
         if hosted:
             self._log = None
-            status = msgspec.structs.replace(status, waiting_for=as_called(status.waiting_for, folder.root))
+            status = msgspec.structs.replace(status, remedy=as_called(status.remedy, folder.root))
         else:
             self._log = self._log or _Log(folder.root)
             status, nodes = self._log.said() or (status, nodes)
             silent = _silence(folder)
             notice = f"{silent or 'nobody hosts this run now'}: this is what its folder has"
             if status.phase == "paused" and not silent:
-                notice += f". {_pause_of(status)}"
+                cause, remedy = _pause_of(status)
+                notice += f". {cause}"
             if self._log.trouble:
                 notice = f"{self._log.trouble}. {notice.capitalize()}"
             phase = "ended" if folder.summary.exists() else "silent" if silent else "not hosted"
-            status = msgspec.structs.replace(status, phase=phase, waiting_for="", in_flight=0)
+            status = msgspec.structs.replace(status, phase=phase, waiting_for="", remedy="", in_flight=0)
         names = {f"cheater-{i}" for i in range(config.workers.cheating)}
         cheaters = own_keys(folder, names).values() or {node.key for node in nodes if node.name in names}
         return RunStatus(
@@ -133,7 +129,8 @@ class FolderWatch:
             elapsed_s=wall_s_before(folder.root / USAGE), metrics=self._metrics.lines(),
             nodes=nodes, cheaters=frozenset(cheaters),
             heldout=results_in(folder.evaluations), sample=self._samples.latest(),
-            notice=notice, alarms=[with_dated_figures(alarm) for alarm in standing_alarms(folder.alarms)],
+            notice=notice, notice_remedy=remedy,
+            alarms=[with_dated_figures(alarm) for alarm in standing_alarms(folder.alarms)],
             has_counts=self._log is None or self._log.said() is not None,
         )  # fmt: skip
 
@@ -156,11 +153,11 @@ def _silence(folder: RunFolder) -> str:
     return "its host is starting the coordinator, or stopping"
 
 
-def _pause_of(status: Status) -> str:
-    """That a run is paused which nobody hosts, why, and what its host may do."""
+def _pause_of(status: Status) -> tuple[str, str]:
+    """That a run is paused which nobody hosts, and why; and what its host may do."""
     if not status.pause_cause:
-        return "It is paused: `shoal admin resume` goes on, once its host is started again"
-    return f"It is paused and waits for {status.waiting_for}, once its host is started again"
+        return "It is paused: `shoal admin resume` goes on, once its host is started again", ""
+    return f"It is paused and waits for {status.waiting_for}", f"Start its host again. {status.remedy}".rstrip()
 
 
 class _Log:
@@ -222,7 +219,7 @@ def watch(source: str, console: Console, once: bool = False) -> int:
             console.print(render(replace(snapshot, hint=snapshot.out)))
         else:
             alarms = [alarm.in_words for alarm in snapshot.alarms]
-            said = plain(replace(snapshot, notice="")), snapshot.notice or plain_pause(snapshot), *alarms
+            said = plain(replace(snapshot, notice="")), snapshot.notice_in_words or plain_pause(snapshot), *alarms
             for line in filter(None, said):
                 print_lines(console, printable(line))
         return code
@@ -270,7 +267,7 @@ async def follow(run: RunSource, first: RunStatus, view: LiveView, keys: Keyboar
     view.show(_with_hint(snapshot))
     while "q" not in (await asyncio.to_thread(keys.pressed, KEY_WAIT_S)).lower():
         if piped and snapshot.status.phase in OVER and not snapshot.notice.startswith(READING):
-            view.say(printable(snapshot.notice or "the run has ended"))
+            view.say(printable(snapshot.notice_in_words or "the run has ended"))
             return
         await asyncio.sleep(0.0 if keys.is_there else KEY_WAIT_S)
         if time.monotonic() - looked >= LOOK_EVERY_S:

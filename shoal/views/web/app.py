@@ -31,11 +31,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal.errors import ShoalError
 from shoal.humanize import duration
 from shoal.views.web.csv_export import Download, Places, lines_of_csv
-from shoal.views.web.format import STATIC, parts, templates
 from shoal.views.web.group_pages import GROUP_VIEWS
 from shoal.views.web.page_request import BadNumber, NotHere, PageRequest, View
-from shoal.views.web.page_runs import PageRuns
 from shoal.views.web.run_pages import VIEWS, chart, comparison
+from shoal.views.web.served_runs import ServedRuns
+from shoal.views.web.template_filters import STATIC, parts, templates
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ HEADERS = {
 }  # fmt: skip
 
 
-def page_app(shelf: PageRuns, token: str, clock: Callable[[], float] = time.time) -> ASGIApp:
-    """The application for the runs of a shelf. A viewer with the token is the host; if the token is empty, nobody is."""
-    page = _Page(shelf, token, clock)
+def page_app(served_runs: ServedRuns, token: str, clock: Callable[[], float] = time.time) -> ASGIApp:
+    """The application for the served runs. A viewer with the token is the host; if the token is empty, nobody is."""
+    page = _Page(served_runs, token, clock)
     views = {**VIEWS, **GROUP_VIEWS}
     routes: list[BaseRoute] = [Route("/", page.front), Route("/compare", page.show(comparison))]
     routes += [Route(f"/{{run:int}}{path}", page.show(view)) for path, view in views.items()]
@@ -93,8 +93,8 @@ class _Viewer(NamedTuple):
 class _Page:
     """What all requests share."""
 
-    def __init__(self, shelf: PageRuns, token: str, clock: Callable[[], float]) -> None:
-        self._shelf, self._clock = shelf, clock
+    def __init__(self, served_runs: ServedRuns, token: str, clock: Callable[[], float]) -> None:
+        self._served_runs, self._clock = served_runs, clock
         self._templates = templates()
         self._boot = secrets.token_hex(4)
         """Part of each ETag, so that one from an earlier process never matches."""
@@ -118,7 +118,7 @@ class _Page:
         return RedirectResponse(self._first(), 303, {"cache-control": "no-store"})
 
     def _first(self) -> str:
-        runs = self._shelf.runs
+        runs = self._served_runs.runs
         return f"/{runs[0].number}/" if len(runs) == 1 else "/compare"
 
     def admit(self, request: Request) -> Response:
@@ -161,7 +161,7 @@ class _Page:
     def _endpoint(self, make: Callable[[PageRequest], tuple[bytes, bool]], kind: str) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             viewer = self._viewer(request)
-            change = f"{self._shelf.change}-{self._shelf.late_s(viewer.run)}"
+            change = f"{self._served_runs.change}-{self._served_runs.late_s(viewer.run)}"
             etag = f'"{self._boot}-{change}-{int(viewer.is_host)}{int(viewer.may_compute)}"'
             if _names(request, etag):
                 return Response(status_code=304, headers=_cached(etag))
@@ -186,12 +186,12 @@ class _Page:
     def csv(self, request: Request) -> Response:
         """A table, line by line. The name of its file says how much of the log the index had."""
         asked = self._asked(request, self._viewer(request))
-        shelf, table, seq = self._shelf, request.path_params["table"], asked.one()["seq"]
-        shown = shelf.of(asked.run) if table != "runs" else None
-        if shown and (fault := shelf.fault(shown.number)):
+        served_runs, table, seq = self._served_runs, request.path_params["table"], asked.one()["seq"]
+        shown = served_runs.of(asked.run) if table != "runs" else None
+        if shown and (fault := served_runs.fault(shown.number)):
             why = "The log of this run cannot be read to its end, so no table of it is whole.\n"
             return PlainTextResponse(f"{why}{fault}\n" if asked.is_host else why, 503)
-        if shown and (unread := shelf.being_read(shown.number)):
+        if shown and (unread := served_runs.being_read(shown.number)):
             late = f"{unread.capitalize()}: ask for this table once it is whole.\n"
             return PlainTextResponse(late, 503, {"retry-after": "5"})
         lines = lines_of_csv(asked, table)
@@ -204,21 +204,22 @@ class _Page:
     def _viewer(self, request: Request) -> _Viewer:
         """Who asks for which run. Raises `NotHere`."""
         run = request.path_params.get("run", 0)
-        if "run" in request.path_params and self._shelf.of(run) is None:
+        if "run" in request.path_params and self._served_runs.of(run) is None:
             raise NotHere(f"this page has no run {run}")
         is_known = self.is_host(request)
-        own = any(shown.is_own for shown in self._shelf.runs if run in (0, shown.number))
+        own = any(shown.is_own for shown in self._served_runs.runs if run in (0, shown.number))
         return _Viewer(run, is_known and own, is_known)
 
     def _asked(self, request: Request, viewer: _Viewer) -> PageRequest:
         """What is asked; called in the thread that reads the index."""
         return PageRequest(
-            self._shelf, self._shelf.look(), viewer.run, request.path_params, request.query_params, viewer.is_host,
+            self._served_runs, self._served_runs.look(), viewer.run, request.path_params, request.query_params,
+            viewer.is_host,
             self._clock(), viewer.may_compute,
         )  # fmt: skip
 
     def _render(self, template: str, asked: PageRequest, values: Mapping[str, Any]) -> bytes:
-        fault, being_read = self._shelf.fault(asked.run), self._shelf.being_read(asked.run)
+        fault, being_read = self._served_runs.fault(asked.run), self._served_runs.being_read(asked.run)
         common = {
             "run": asked.run, "runs": asked.runs(), "is_host": asked.is_host, "has_host": bool(self._token),
             "read_fault": fault, "being_read": being_read,
@@ -230,13 +231,13 @@ class _Page:
 
     def _badge(self, asked: PageRequest) -> str:
         """How the run does in a few words: "Live" only of one whose coordinator answers, and whose log is read."""
-        if unread := self._shelf.unread(asked.run):
+        if unread := self._served_runs.unread(asked.run):
             return unread.replace("the log, ", "").capitalize()
         condition = asked.look.condition(asked.run)
         if condition.get("phase") == "ended":
             return "The run has ended"
         if condition.get("is_live"):
-            late_s = self._shelf.late_s(asked.run)
+            late_s = self._served_runs.late_s(asked.run)
             return f"As of {duration(late_s)} ago" if late_s else "Live"
         return "Stopped" if condition.get("is_stopped") else "No answer" if condition else ""
 
@@ -255,9 +256,9 @@ class _Page:
     ) -> Response:
         """The page of an error, as anyone may see it."""
         number = request.path_params.get("run", 0)
-        run = number if isinstance(number, int) and self._shelf.of(number) else 0
+        run = number if isinstance(number, int) and self._served_runs.of(number) else 0
         try:
-            asked = PageRequest(self._shelf, self._shelf.look(), run, {}, _NOTHING, False, self._clock())
+            asked = PageRequest(self._served_runs, self._served_runs.look(), run, {}, _NOTHING, False, self._clock())
             words = error if isinstance(error, str) else asked.excuse(error)
             title = FAULTS.get(status, "This cannot be shown")
             body = self._render("fault.html", asked, {"words": words, "title": title})

@@ -21,9 +21,9 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from shoal.metrics import meaning_of
-from shoal.runs.tables import Row, csv_line
-from shoal.views.web.charts import family_of, rewards_of
+from shoal.runs.csv_tables import Row, csv_line
+from shoal.step_metrics import meaning_of
+from shoal.views.web.chart_data import family_of, rewards_of
 from shoal.views.web.group_pages import only_of
 from shoal.views.web.index.group_queries import GroupFilter, groups
 from shoal.views.web.index.queries import MOST_ROWS, IndexQueries
@@ -124,7 +124,7 @@ def lines_of_csv(asked: PageRequest, table: str) -> Iterator[str]:
 
 
 def _apart(asked: PageRequest, table: str) -> Iterator[str]:
-    with closing(asked.shelf.look_apart()) as look:
+    with closing(asked.served_runs.look_apart()) as look:
         yield from _written(DOWNLOADS[table](replace(asked, look=look)))
 
 
@@ -205,7 +205,7 @@ def _events(asked: PageRequest) -> Iterator[Row]:
 def _refusals(asked: PageRequest) -> Iterator[Row]:
     """Those of the filter in the address."""
     only = asked_refusals(asked)
-    return _paged(lambda after: asked.look.refusals(asked.run, after=after, limit=MOST_ROWS, **only))
+    return _paged(lambda after: asked.look.refusals(asked.run, only, after, MOST_ROWS))
 
 
 def _spread(asked: PageRequest) -> Iterator[Row]:
@@ -238,7 +238,7 @@ def _runs(asked: PageRequest) -> Iterator[Row]:
         facts, metrics = found["facts"], dict(numbers_of(found["metrics"]))
         condition = found["condition"]
         present = "stopped" if condition.get("is_stopped") else condition.get("phase", "starting")
-        phase = asked.shelf.being_read(row["run"]) or present
+        phase = asked.served_runs.being_read(row["run"]) or present
         whole = [one for one in found["heldout"] if not one["env"]]
         yield {
             **row, "phase": phase, "version": facts.get("version"),

@@ -1,6 +1,6 @@
 """The views of groups: lists by filter and text, one group with its rollouts side by side, a task in all versions.
 
-What is not public is shown to the host alone: the index and the shelf are told who asks. Texts and names are strangers'.
+What is not public is shown to the host alone: the index and the served runs are told who asks. Texts are strangers'.
 """
 
 import shlex
@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet, ShoalError
-from shoal.runs.replay import GroupRef
 from shoal.runs.rollouts import ReadGroup, ReadRollout, ReadTurn
-from shoal.views.web.charts import of_task, picture_of
+from shoal.runs.run_reader import GroupRef
+from shoal.views.web.chart_data import of_task
 from shoal.views.web.index.group_queries import GroupFilter, filters, group, groups, number_of, same_task
 from shoal.views.web.index.schema import MOST_ROLLOUTS
 from shoal.views.web.page_request import LARGEST, NotHere, PageRequest, View
-from shoal.views.web.replay_gaps import Gaps
+from shoal.views.web.replay_gap_requests import Gaps
+from shoal.views.web.template_filters import query
 
 TOKENS = 3000
 """Tokens of a view that are coloured: more would make it slow to load."""
@@ -88,14 +89,14 @@ def _read(
     """A group, why it cannot be read, what of it could not be computed, and its gaps if they were asked for."""
     failed, gaps = "", None
     try:
-        read = asked.shelf.group(asked.run, place, asked.is_host)
+        read = asked.served_runs.group(asked.run, place, asked.is_host)
     except (NothingYet, ShoalError) as error:
         return None, asked.excuse(error), "", None
     try:
         if parts:
-            read = asked.shelf.group(asked.run, place, asked.is_host, parts=True)
+            read = asked.served_runs.group(asked.run, place, asked.is_host, parts=True)
         if with_gaps:
-            gaps = asked.shelf.gaps(asked.run, place)
+            gaps = asked.served_runs.gaps(asked.run, place)
     except (NothingYet, ShoalError) as error:
         failed = asked.excuse(error)
     return read, "", failed, gaps
@@ -106,7 +107,7 @@ def _answer(asked: PageRequest, place: GroupRef) -> tuple[tuple[str, ...] | None
     if not (asked.word("answer") and asked.is_host):  # guard: answers-for-the-host-on-request
         return None, ""
     try:
-        return asked.shelf.answer(asked.run, place), ""
+        return asked.served_runs.answer(asked.run, place), ""
     except (NothingYet, ShoalError) as error:
         return None, asked.excuse(error)
 
@@ -115,7 +116,7 @@ def at_slot(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """The group that filled a slot: an address that is known without the index."""
     version, slot = asked.path["version"], asked.path["slot"]
     try:
-        number = number_of(asked.look, asked.run, version=min(version, LARGEST), slot=min(slot, LARGEST))
+        number = number_of(asked.look, asked.run, min(version, LARGEST), min(slot, LARGEST))
     except ConfigError as error:
         raise NotHere(str(error)) from None
     path = {**asked.path, "group": number}
@@ -129,10 +130,9 @@ def task(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     if not rows:
         raise NotHere("no group of this task is public yet")
     firsts = {row["id"]: _first_text(asked, row["id"]) for row in rows}
-    drawn = of_task(rows)
     return "task.html", {
         "title": f"Task {number}", "place": "Groups", "env": env, "task": number, "rows": rows, "firsts": firsts,
-        "picture": {"chart": drawn, "picture": picture_of(drawn)} if drawn.lines else None,
+        "chart": of_task(asked.look, asked.run, env, number), "csv_query": query({"env": env, "task": number}),
     }  # fmt: skip
 
 

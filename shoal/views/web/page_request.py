@@ -13,10 +13,10 @@ from starlette.datastructures import QueryParams
 
 from shoal.config.alarm_limits import said_of
 from shoal.errors import StateError
+from shoal.runs.csv_tables import Row
 from shoal.runs.redact import without_paths
-from shoal.runs.tables import Row
-from shoal.views.web.index.queries import RANKINGS, IndexQueries
-from shoal.views.web.page_runs import PageRun, PageRuns
+from shoal.views.web.index.queries import RANKINGS, IndexQueries, RefusalFilter
+from shoal.views.web.served_runs import ServedRun, ServedRuns
 
 ANY_PLACE = "RUN_FOLDER_OR_URL"
 """In a command, for viewers to whom no address of the run is known."""
@@ -40,7 +40,7 @@ class BadNumber(StateError):
 
 @dataclass(frozen=True)
 class PageRequest:
-    shelf: PageRuns
+    served_runs: ServedRuns
     look: IndexQueries
     run: int
     """Number of the run in the index; 0 for pages of all runs."""
@@ -62,7 +62,7 @@ class PageRequest:
         """The runs that this page shows. `place` is what a command takes, `where` is for people; the path of a folder is
         in neither, unless its host asks."""
         # By their places: the number of a run is another one in another index, and a request may have the older one open.
-        found = [(row, self.shelf.at(row["place"])) for row in self.look.runs()]  # guard: runs-by-their-places
+        found = [(row, self.served_runs.at(row["place"])) for row in self.look.runs()]  # guard: runs-by-their-places
         return [self._named(row, shown) for row, shown in found if shown is not None]
 
     def one(self) -> Row:
@@ -70,16 +70,16 @@ class PageRequest:
         nobody = {"run": 0, "name": "", "place": "", "where": "", "id": "", "seq": -1, "is_own": False}
         return next((row for row in self.runs() if row["run"] == self.run), nobody)
 
-    def _named(self, row: Row, shown: PageRun) -> Row:
+    def _named(self, row: Row, shown: ServedRun) -> Row:
         whole = self.is_host or not shown.is_own  # guard: page-hides-the-folder
         place = row["place"] if whole else shown.address
-        folder = f"its host's folder {row['run']}" if len(self.shelf.runs) > 1 else "its host's folder"
+        folder = f"its host's folder {row['run']}" if len(self.served_runs.runs) > 1 else "its host's folder"
         where, name = place or folder, row["name"] or place or f"Run {row['run']}"
         return {**row, "place": place or ANY_PLACE, "where": where, "name": name, "is_own": shown.is_own}
 
     def excuse(self, error: Exception) -> str:
         """What an error says to this viewer."""
-        shown = self.shelf.of(self.run)
+        shown = self.served_runs.of(self.run)
         if self.is_host or (shown is not None and not shown.is_own):
             return str(error)
         return without_paths(str(error), shown.where if shown is not None else "")  # guard: errors-without-paths
@@ -153,7 +153,7 @@ def asked_nodes(asked: PageRequest) -> tuple[str, str, str]:
     return asked.word("role"), by if by in RANKINGS else "credits", asked.word("q")
 
 
-def asked_refusals(asked: PageRequest) -> dict[str, Any]:
+def asked_refusals(asked: PageRequest) -> RefusalFilter:
     """The filter of a list of refusals."""
-    only = {name: asked.word(name) for name in ("check", "worker", "validator", "outcome")}
-    return {**only, "seq": asked.whole("seq")}
+    check, worker, validator, outcome = map(asked.word, ("check", "worker", "validator", "outcome"))
+    return RefusalFilter(check, worker, validator, outcome, asked.whole("seq"))

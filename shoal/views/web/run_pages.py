@@ -11,10 +11,10 @@ from pathlib import PurePath
 from typing import Any
 
 from shoal.errors import NothingYet, ShoalError
-from shoal.metrics import mean_of_counts, meaning_of
+from shoal.runs.csv_tables import Row
 from shoal.runs.run_status import TREND_STEPS, trend_of
-from shoal.runs.tables import Row
-from shoal.views.web.charts import (
+from shoal.step_metrics import mean_of_counts, meaning_of
+from shoal.views.web.chart_data import (
     BY_VERSION,
     REWARD,
     Chart,
@@ -23,15 +23,15 @@ from shoal.views.web.charts import (
     empty_chart,
     family_of,
     has_chart,
+    of_task,
     overview_charts,
-    picture_of,
     rewards_of,
 )
-from shoal.views.web.format import query
 from shoal.views.web.index.group_queries import OF_A_BATCH
-from shoal.views.web.index.queries import PAGE, RANKINGS
+from shoal.views.web.index.queries import PAGE, RANKINGS, RefusalFilter
 from shoal.views.web.index.schema import values_of
 from shoal.views.web.page_request import ANY_PLACE, LARGEST, NotHere, PageRequest, View, asked_nodes, asked_refusals
+from shoal.views.web.template_filters import query
 
 MOST_CHARTS = 9
 """Of one page of figures."""
@@ -50,12 +50,12 @@ def overview(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     raised = sorted(asked.alarms(only_open=True), key=lambda alarm: alarm["level"] != "critical")
     return "overview.html", {
         **found, "spreads": _spreads(asked, found["metrics_step"], found["metrics"]),
-        "trouble": asked.shelf.trouble(run),
+        "trouble": asked.served_runs.trouble(run),
         "alarms": raised[:MOST_ALARMS], "more_alarms": len(raised[MOST_ALARMS:]),
         "charts": _charts(asked, overview_charts(look, run)),
         "refused": look.refusal_counts(run, 5), "ages": look.ages(run, 5),
         "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview",
-        "disk": asked.shelf.free_bytes(run) if asked.is_host else None,
+        "disk": asked.served_runs.free_bytes(run) if asked.is_host else None,
         "staleness": mean_of_counts(found["metrics"].get("staleness_rollouts")),
         "reward": found["metrics"].get(REWARD), "first_reward": _first_reward(asked), "trend": _trend(asked),
         "last_verdict": _last_verdict(asked),
@@ -85,7 +85,7 @@ def figure(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     found = chart_of(asked.look, asked.run, name, asked.smooth())
     if not found.lines:
         raise NotHere(f"the run has no numbers of a metric {name[:60]!r}")
-    chart = {"place": "Figures", "name": name, "one_chart": _drawn(found), "smooth": asked.smooth()}
+    chart = {"place": "Figures", "name": name, "one_chart": found, "smooth": asked.smooth()}
     if name == "heldout" or name.partition("/")[0] == BY_VERSION:
         return "figure.html", {**chart, "title": found.title, **_by_version(asked, name)}
     family = family_of(asked.look, asked.run, name)[: len(found.lines)]
@@ -184,9 +184,10 @@ def validators(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
 def refusals(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """Refused groups, with the check, its reason and its figures."""
     only = asked_refusals(asked)
-    page = asked.look.refusals(asked.run, after=asked.whole("after"), **only)
+    page = asked.look.refusals(asked.run, only, asked.whole("after"))
     return "refusals.html", {
-        "title": "Refusals", **page, **only, "only": only, "counts": asked.look.refusal_counts(asked.run),
+        "title": "Refusals", **page, "only": only, "is_filtered": only != RefusalFilter(),
+        "counts": asked.look.refusal_counts(asked.run),
     }  # fmt: skip
 
 
@@ -219,13 +220,13 @@ def comparison(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     chosen = [name for name in asked.words("metric") if name in names] or [
         name for name in (REWARD, "entropy_nats") if name in names
     ]
-    charts = [_drawn(compared(asked.look, labels, name, asked.smooth())) for name in chosen[:12]]
+    charts = [compared(asked.look, labels, name, asked.smooth()) for name in chosen[:12]]
     figures = [
         {
             **row,
             **(of_run := asked.look.overview(row["run"])),
             "reward": of_run["metrics"].get(REWARD),
-            "unread": asked.shelf.unread(row["run"]),
+            "unread": asked.served_runs.unread(row["run"]),
             "raised": len(replace(asked, run=row["run"]).alarms(only_open=True)),
         }
         for row in runs
@@ -281,6 +282,8 @@ def chart(asked: PageRequest) -> Mapping[str, Any]:
     if asked.word("of") == "all":
         drawn = _drawn_runs(asked)
         found = compared(asked.look, _labels(asked.runs(), drawn), name, asked.smooth())
+    elif name == "task":
+        found = of_task(asked.look, asked.run, asked.word("env"), asked.whole("task", 0) or 0)
     else:
         found = chart_of(asked.look, asked.run, name, asked.smooth())
     return {"x": found.x, "unit": found.unit, "x_label": found.x_label, "lines": [
@@ -288,16 +291,11 @@ def chart(asked: PageRequest) -> Mapping[str, Any]:
     ]}  # fmt: skip
 
 
-def _charts(asked: PageRequest, names: Any) -> list[dict[str, Any]]:
+def _charts(asked: PageRequest, names: Sequence[str]) -> list[Chart]:
     smooth, known = asked.smooth(), asked.look.names(asked.run)
     if asked.is_poll():
-        drawn = [name for name in names if has_chart(asked.look, asked.run, name, known)]
-        return [{"chart": empty_chart(name), "picture": None} for name in drawn]
-    return [_drawn(found) for name in names if (found := chart_of(asked.look, asked.run, name, smooth, known)).lines]
-
-
-def _drawn(found: Chart) -> dict[str, Any]:
-    return {"chart": found, "picture": picture_of(found)}
+        return [empty_chart(name) for name in names if has_chart(asked.look, asked.run, name, known)]
+    return [found for name in names if (found := chart_of(asked.look, asked.run, name, smooth, known)).lines]
 
 
 def _spreads(asked: PageRequest, step: int | None, metrics: Mapping[str, Any]) -> dict[str, float | None]:
@@ -381,30 +379,25 @@ def event(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
 # models and environments.
 
 
-EPISODES = 10
-"""Of one page."""
-
-
 def heldout(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """All evaluations, and to the host the episodes of one."""
     rows = asked.look.heldout(asked.run)
     found, why = {}, ""
     try:
-        found = asked.shelf.transcripts(asked.run, asked.is_host)
+        found = asked.served_runs.transcripts(asked.run, asked.is_host)
     except (NothingYet, ShoalError) as error:
         why = asked.excuse(error)
     kept = [row for row in rows if (row["name"], row["env"]) in found]
     named = (asked.word("name"), asked.word("env"))
     chosen = named if named in found else (kept[-1]["name"], kept[-1]["env"]) if kept else ("", "")
     episodes, at = found.get(chosen, ()), asked.whole("at", 0) or 0
-    drawn = chart_of(asked.look, asked.run, "heldout", 0.0)
     return "heldout.html", {
         "title": "Held-out", "rows": rows, "faulted": any(row["faults"] for row in rows),
         "judged": any(row["judge"] is not None for row in rows),
         "kept": kept, "chosen": chosen, "why": why, "at": at,
         "episodes": list(enumerate(episodes))[at : at + EPISODES], "total": len(episodes),
         "next": at + EPISODES if at + EPISODES < len(episodes) else None,
-        "picture": {"chart": drawn, "picture": picture_of(drawn)} if drawn.lines else None,
+        "charts": _charts(asked, ["heldout"]),
     }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def root_of(weights: Weights, *, threads: int = 1) -> str:
 
 
 def digests_of(weights: Weights, *, threads: int = 1) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """Dtype, shape and SHA-256 of each tensor, as of `files.tensors_of`."""
+    """Dtype, shape and SHA-256 of each tensor, as of `checkpoint.tensors_of`."""
     if sum(one.codes.nbytes for one in weights.values()) < _FEW_BYTES:
         digests = [_digest(one) for one in weights.values()]
     else:

@@ -2,9 +2,9 @@
 
 A fetch that was cut short goes on where it stopped. It trusts no source. One process uses a folder.
 
-A version comes whole, or by patches from another version; `delta/plan` says which is cheapest. A chunk comes from the first
-of these that has it: the unfinished directory, a version already here (`chunks`), a source (`transfer`). The directory
-appears under its name whole, or not at all (`version_directory`).
+A version comes whole, or by patches from another version; `delta/patch` says which is cheapest. A chunk comes from the
+first of these that has it: the unfinished directory, a version already here (`chunks`), a source (`transfer`). The
+directory appears under its name whole, or not at all (`version_directory`).
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import random
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -21,9 +21,9 @@ from typing import Protocol
 from shoal.errors import DISK_FULL, NothingYet, PeerError, StateError, cause_of
 from shoal.models.hub_download import Hub
 from shoal.protocol.constants import MAX_PATCH_CHAIN
-from shoal.protocol.messages import Manifest, Patch, Publishers
+from shoal.protocol.messages import Manifest, Patch
 from shoal.weights.base_model import bases_here, entries_of_base, forget_fetched, from_hub, link_base
-from shoal.weights.delta.plan import DownloadPlan, NeedsManifest, plan_download
+from shoal.weights.delta.patch import DownloadPlan, NeedsManifest, plan_download
 from shoal.weights.fetch.chunks import (
     UNFINISHED,
     Chunk,
@@ -38,31 +38,26 @@ from shoal.weights.fetch.chunks import (
 )
 from shoal.weights.fetch.relay_sources import expected
 from shoal.weights.fetch.sources import ChunkSource, is_filling
-from shoal.weights.fetch.transfer import Transfer
+from shoal.weights.fetch.transfer import NO_EVENTS, Transfer, TransferEvents
 from shoal.weights.fetch.version_directory import (
+    VersionFolder,
     directory_name,
     fault_of,
     files_to_fetch,
     finish,
     follow,
-    prune,
     root_here,
     take_from_stock,
     versions_here,
     weights_bytes,
 )
-from shoal.weights.manifest import MANIFEST_FILE, ManifestError, chunks_of, open_manifest
+from shoal.weights.manifest import MANIFEST_FILE, ManifestError, ManifestTrust, chunks_of, open_manifest
 
 log = logging.getLogger(__name__)
 
 MOST_MANIFESTS, MOST_NAMES = 2 * MAX_PATCH_CHAIN, 1 << 18
 """Manifests of earlier versions that a fetch asks for, and the chunks that they may name together. A chain needs one for
 each of its patches; a host could name thousands, of 4 MiB each."""
-
-
-def tell_blame(source: str, reason: str) -> None:
-    """Log that a source is left; the default for `on_blame`."""
-    log.warning("source=%s left=true reason=%s", source, reason)
 
 
 class SharingHooks(Protocol):
@@ -86,69 +81,44 @@ class SharingHooks(Protocol):
 
 
 async def fetch_version(
-    data: bytes,
     version: int,
     sources: Sequence[ChunkSource],
-    folder: Path,
-    *,
-    run: str,
-    publishers: Publishers,
+    folder: VersionFolder,
+    trust: ManifestTrust,
     signed_of: Callable[[int], Awaitable[bytes]],
+    *,
     root: str = "",
-    max_bytes: int | None = None,
-    keep: int = 2,
-    store: Path | None = None,
-    on_blame: Callable[[str, str], None] = tell_blame,
+    events: TransferEvents = NO_EVENTS,
 ) -> Path:
     """The directory of a version of the past by its signed manifest, both verified.
 
-    `publishers` are the run's; `max_bytes` is as of `open_manifest`, `keep`, `store` and `on_blame` as of `fetch`;
-    `signed_of` gives the signed manifests of earlier versions; `root` is the version's in the log. Raises as both.
+    `signed_of` gives the signed manifests of this and of earlier versions; `root` is the version's in the log. Raises as
+    `open_manifest` and `fetch`.
     """
-
-    def opened(signed: bytes, number: int, root: str = "") -> Manifest:
-        return open_manifest(signed, run=run, keys=publishers, now=None, version=number, max_bytes=max_bytes, root=root)
+    trust = trust._replace(max_bytes=folder.max_bytes)
 
     async def manifest_of(earlier: int) -> Manifest:
-        return opened(await signed_of(earlier), earlier)
+        return open_manifest(await signed_of(earlier), trust, now=None, version=earlier)
 
-    manifest = opened(data, version, root)
-    return await fetch(
-        manifest,
-        sources,
-        folder,
-        keep=keep,
-        max_bytes=max_bytes,
-        store=store,
-        on_blame=on_blame,
-        manifest_of=manifest_of,
-    )
+    manifest = open_manifest(await signed_of(version), trust, now=None, version=version, root=root)
+    return await fetch(manifest, sources, folder, manifest_of=manifest_of, events=events)
 
 
 async def fetch(
     manifest: Manifest,
     sources: Sequence[ChunkSource],
-    folder: Path,
+    folder: VersionFolder,
     *,
-    keep: int = 2,
-    max_bytes: int | None = None,
     manifest_of: Callable[[int], Awaitable[Manifest]] | None = None,
-    in_use: Path | None = None,
-    store: Path | None = None,
-    on_blame: Callable[[str, str], None] = tell_blame,
-    on_progress: Callable[[str], None] | None = None,
-    on_lie: Callable[[str], None] = lambda source: None,
+    events: TransferEvents = NO_EVENTS,
     shared: SharingHooks | None = None,
     rng: random.Random | None = None,
 ) -> Path:
-    """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay, and `in_use`.
+    """Fetch and verify a version; returns its directory in the folder.
 
-    No version has more than `max_bytes`, nor have the patches of a way: the folder takes at most `keep` + 2 times as much.
     `manifest_of` gives the manifests of earlier versions, opened, or raises `PeerError`. Without it, only patches from a
-    version that is here are used. `store` is a folder of blobs on this machine, which is looked into first. `on_blame` gets
-    (source, reason) when a source is left, for a while or for good; `on_progress` a line every few seconds, which is logged
-    by default; `on_lie` the source of each wrong chunk; `shared` is told which chunks are here, verified. `rng` decides the
-    order of the chunks and who is asked. The sources are closed at the end.
+    version that is here are used. `shared` is told which chunks are here, verified. `rng` decides the order of the chunks
+    and who is asked. The sources are closed at the end.
 
     Raises `PeerError`, naming each source's fault, if the sources together cannot serve everything. Raises `NoSpace` if
     the disk is full, `NotStored` if it takes nothing for another reason, `StateError` if the chunks do not make the weights
@@ -165,23 +135,21 @@ async def fetch(
         for source in sources:
             if is_filling(source):
                 source.expect(versions)
-        await Transfer(
-            missing, sources, directory, rng=rng or random.Random(secrets.randbits(64)), on_blame=on_blame,
-            on_progress=on_progress or log_progress, on_chunk=on_chunk, on_lie=on_lie,
-        ).run()  # fmt: skip
+        told = replace(events, on_chunk=on_chunk, on_progress=events.on_progress or log_progress)
+        order = rng or random.Random(secrets.randbits(64))
+        await Transfer(missing, sources, directory, rng=order, events=told).run()
 
     try:
-        fetched = _Fetch(folder, transfer, manifest_of or _unknown, store, shared, keep, max_bytes, in_use, Hub())
-        directory = await fetched.version(manifest)
+        directory = await _Fetch(folder, transfer, manifest_of or _unknown, shared, Hub()).version(manifest)
     except OSError as error:
         raise (NoSpace if error.errno in DISK_FULL else NotStored)(
-            f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or use "
+            f"cannot store version {manifest.version} in {folder.path}: {cause_of(error)}. Free some space or use "
             "another folder; what was fetched is kept"
         ) from None
     finally:
         for source in sources:
             await source.close()
-    prune(folder, manifest, keep, in_use)
+    folder.prune(manifest)
     return directory
 
 
@@ -193,14 +161,10 @@ async def _unknown(version: int) -> Manifest:
 class _Fetch:
     """Brings a version into a folder. Options are as of `fetch`."""
 
-    folder: Path
+    folder: VersionFolder
     transfer: Callable[[Sequence[Chunk], Sequence[Manifest], Path, Callable[[str], None]], Awaitable[None]]
     manifest_of: Callable[[int], Awaitable[Manifest]]
-    store: Path | None
     shared: SharingHooks | None
-    keep: int
-    max_bytes: int | None
-    in_use: Path | None
     hub: Hub
     known: dict[int, Manifest | None] = field(default_factory=dict)
     """Manifests of earlier versions; None for those that could not be fetched."""
@@ -210,15 +174,17 @@ class _Fetch:
     async def version(self, asked: Manifest) -> Path:
         """A version by the cheapest way; if its patches fail, by the next one."""
         broken, dropped, problem = set[tuple[int, int]](), set[int](), None
-        await asyncio.to_thread(forget_fetched, self.folder, asked)
+        await asyncio.to_thread(forget_fetched, self.folder.path, asked)
         if await asyncio.to_thread(self._is_here, asked):
             return await self._held(asked)
-        if self.store is not None and await asyncio.to_thread(take_from_stock, self.store, self._target(asked), asked):
+        if self.folder.store is not None and await asyncio.to_thread(
+            take_from_stock, self.folder.store, self._target(asked), asked
+        ):
             return await self._held(asked)
         self._begin(asked)
         while (way := await self._way(asked, broken)) is not None:
             begun = asked if way.is_here or not way.hops else self._begins_with(way)
-            await asyncio.to_thread(forget_unfinished, self.folder, [self._unfinished(begun)])
+            await asyncio.to_thread(forget_unfinished, self.folder.path, [self._unfinished(begun)])
             if not way.hops:
                 return await self._whole(asked)
             try:
@@ -236,8 +202,8 @@ class _Fetch:
         if problem is None and await self._way(asked, broken, is_bounded=False) is not None:
             self.too_long = ManifestError(
                 "too-long",
-                f"the patches that lead to version {asked.version} have more than {self.max_bytes} bytes, limit of this "
-                "node: allow more (--max-memory, --max-disk), free some space on its disk, or leave the run",
+                f"the patches that lead to version {asked.version} have more than {self.folder.max_bytes} bytes, limit of "
+                "this node: allow more (--max-memory, --max-disk), free some space on its disk, or leave the run",
             )
         nothing = NothingYet(
             f"version {asked.version} is published as patches, and no version that they start from could be fetched: try "
@@ -272,10 +238,10 @@ class _Fetch:
             self.shared.begin(manifest)  # guard: begun-again-is-not-shared
 
     def _target(self, manifest: Manifest) -> Path:
-        return self.folder / directory_name(manifest)
+        return self.folder.path / directory_name(manifest)
 
     def _unfinished(self, manifest: Manifest) -> Path:
-        return self.folder / f"{UNFINISHED}{directory_name(manifest)}"
+        return self.folder.path / f"{UNFINISHED}{directory_name(manifest)}"
 
     def _is_here(self, manifest: Manifest) -> bool:
         """Whether a version is here, undamaged. If it is damaged, it becomes an unfinished one."""
@@ -283,7 +249,7 @@ class _Fetch:
         if not target.exists():
             return False
         if fault_of(target, manifest, trusted=False) == "":
-            forget_unfinished(self.folder, ())
+            forget_unfinished(self.folder.path, ())
             return True
         shutil.rmtree(unfinished, ignore_errors=True)
         target.replace(unfinished)  # damaged since it was made: reuse its good chunks
@@ -291,12 +257,12 @@ class _Fetch:
 
     def _is_sound(self, version: int, run: str) -> bool:
         """Whether the weights of a version that is here are still what they were. If not, they are deleted."""
-        root, directory = versions_here(self.folder, run).get(version, ("", self.folder))
+        root, directory = versions_here(self.folder.path, run).get(version, ("", self.folder.path))
         if not root:
             return False
         if root_here(directory) == root:
             return True
-        if directory == self.in_use:  # guard: version-in-use-is-not-deleted
+        if directory == self.folder.in_use:  # guard: version-in-use-is-not-deleted
             (directory / MANIFEST_FILE).unlink()  # it is no base any more, but its other files are read
         else:
             shutil.rmtree(directory)  # guard: damaged-base-goes
@@ -306,8 +272,8 @@ class _Fetch:
         self, asked: Manifest, broken: Collection[tuple[int, int]], *, is_bounded: bool = True
     ) -> DownloadPlan | None:
         """The cheapest way that is not broken; if it `is_bounded`, one that fits on the disk."""
-        most_bytes = self.max_bytes if is_bounded and self.max_bytes is not None else float("inf")
-        here = await asyncio.to_thread(versions_here, self.folder, asked.run) if asked.patches else {}
+        most_bytes = self.folder.max_bytes if is_bounded and self.folder.max_bytes is not None else float("inf")
+        here = await asyncio.to_thread(versions_here, self.folder.path, asked.run) if asked.patches else {}
         roots = {version: root for version, (root, _) in here.items()}
         sizes = [weights_bytes(directory) for _, directory in here.values()]
         while isinstance(
@@ -335,27 +301,27 @@ class _Fetch:
     async def _whole(self, manifest: Manifest) -> Path:
         target, unfinished = self._target(manifest), self._unfinished(manifest)
         self._begin(manifest)
-        base = await asyncio.to_thread(bases_here, self.folder, manifest)
+        base = await asyncio.to_thread(bases_here, self.folder.path, manifest)
         lacking = [entry.path for entry in entries_of_base(manifest) if entry.path not in base]
-        base |= await from_hub(manifest, lacking, self.hub, self.folder)
+        base |= await from_hub(manifest, lacking, self.hub, self.folder.path)
         files = [wanted for wanted in files_of(manifest) if wanted.name not in base]
         await self._bring(manifest, unfinished, files, on_held=partial(self._tell, manifest))
         await asyncio.to_thread(link_base, base, unfinished)
         await asyncio.to_thread(finish, unfinished, target, manifest)
-        await asyncio.to_thread(forget_fetched, self.folder)
+        await asyncio.to_thread(forget_fetched, self.folder.path)
         return target
 
     async def _by_patches(self, asked: Manifest, way: DownloadPlan) -> Path:
         """A version from one that is here, or that is fetched whole first."""
         target, unfinished = self._target(asked), self._unfinished(asked)
         if way.is_here:
-            _, base = versions_here(self.folder, asked.run).get(way.start, ("", None))
+            _, base = versions_here(self.folder.path, asked.run).get(way.start, ("", None))
             if base is None:
-                raise StateError(f"version {way.start} is not in {self.folder} any more")
+                raise StateError(f"version {way.start} is not in {self.folder.path} any more")
         else:
             start = self._begins_with(way)
             base = await self._whole(start)
-            await asyncio.to_thread(prune, self.folder, start, self.keep, self.in_use)  # guard: room-for-the-patched
+            await asyncio.to_thread(self.folder.prune, start)  # guard: room-for-the-patched
         files, manifests = files_to_fetch(asked, way.hops), self._on_the_way(asked, way)
         await self._bring(asked, unfinished, files, extra_bytes=weights_bytes(base), others=manifests[:-1])
         patches = [(manifest, hop.patch) for manifest, hop in zip(manifests, way.hops, strict=True)]
@@ -379,7 +345,9 @@ class _Fetch:
         """Files into an unfinished directory: what is on this machine, then the rest. `others` are the manifests, beside
         the version's own, that name some of the chunks."""
         version = manifest.version
-        fill = partial(prepare, self.folder, directory, files, version, store=self.store, extra_bytes=extra_bytes)
+        fill = partial(
+            prepare, self.folder.path, directory, files, version, store=self.folder.store, extra_bytes=extra_bytes
+        )
         missing = await asyncio.to_thread(fill)
         on_held({piece.digest for piece in pieces_of(files, directory, version)} - {piece.digest for piece in missing})
         if missing:

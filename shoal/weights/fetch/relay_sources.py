@@ -20,7 +20,7 @@ from shoal.protocol.messages import Manifest
 from shoal.protocol.messages.batches import RelayEntry
 from shoal.weights.fetch.chunks import Chunk, sized_chunks
 from shoal.weights.fetch.scheduler import WRONG_CHUNKS, SourceFault, SourceScheduler
-from shoal.weights.fetch.sources import ChunkSource, HttpSource, Passing, is_filling
+from shoal.weights.fetch.sources import ChunkSource, HttpSource, Passing, SourceAddress, is_filling
 from shoal.weights.manifest import content_of
 
 LIST_EVERY_S = 60.0
@@ -41,9 +41,10 @@ class RelaySource(HttpSource):
     """A relay. It must be told which versions are expected."""
 
     def __init__(self, relay: RelayEntry, *, beside: bool = False) -> None:
-        """`beside` is as of `HttpSource`. Raises `PeerError` for a bad URL."""
+        """`beside` is as of `SourceAddress`. Raises `PeerError` for a bad URL."""
         url = relay.url.rstrip("/")
-        super().__init__(f"{url}/v1/blobs", name=url, beside=beside, still_filling=True, address=relay.address)
+        address = SourceAddress(beside=beside, known=relay.address)
+        super().__init__(f"{url}/v1/blobs", address, name=url, still_filling=True)
         self._versions: Mapping[str, Sequence[str]] = {}
         self._held: dict[str, frozenset[str]] = {}
         """The chunks of each version that it said last that it has."""

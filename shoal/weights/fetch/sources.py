@@ -9,17 +9,16 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from typing import Protocol, TypeGuard
+from typing import NamedTuple, Protocol, TypeGuard
 
 import httpx
 
 from shoal.errors import NothingYet, PeerError
 from shoal.net.client import Client
-from shoal.net.forward_proxy import proxy_for
+from shoal.net.outbound_proxy import proxy_for
 from shoal.net.retryable_errors import RetryableError, another_program, map_http_errors, retry_after
-from shoal.net.safe_http import SHOAL, HardenedTransport, location_of, raw_parts
+from shoal.net.safe_http import SHOAL, USER_AGENT, HardenedTransport, location_of, raw_parts, read_capped
 from shoal.net.urls import addresses_of, demand_port, outside_address, port_of
-from shoal.protocol import constants
 from shoal.protocol.messages import RunInfo
 from shoal.weights.fetch.scheduler import LAST, MOST_LANES
 
@@ -92,27 +91,37 @@ def is_filling(source: ChunkSource) -> TypeGuard[FillingSource]:
     return hasattr(source, "holds")
 
 
+class SourceAddress(NamedTuple):
+    """How the address of a source is found, and which may be asked. By default a stranger gave it."""
+
+    is_trusted: bool = False
+    """The user gave it, so it may be inside."""
+    beside: bool = False
+    """A stranger who is inside gave it, so it may be, too."""
+    known: str = ""
+    """Ask this one, and do not look up the name; it is judged alike."""
+    by_name: bool = False
+    """As `Client.goes_by_name`."""
+
+
+STRANGERS, TRUSTED = SourceAddress(), SourceAddress(is_trusted=True)
+
+
 class HttpSource:
     """Files named by their hash, below a URL."""
 
     def __init__(
         self,
         url: str,
+        address: SourceAddress = STRANGERS,
         *,
         name: str = "",
         rank: int = 0,
-        trusted_address: bool = False,
-        beside: bool = False,
         still_filling: bool = False,
         is_host: bool = False,
-        address: str = "",
-        by_name: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`trusted_address`: the user gave the address, so it may be inside. `beside`: a stranger who is inside gave it, so
-        it may be, too.
-        `address`: ask this one, and do not look up the name; it is judged alike. `by_name`: as `Client.goes_by_name`.
-        `is_host`: the server is the run's host, so what answers without its header is another program.
+        """`is_host`: the server is the run's host, so what answers without its header is another program.
         `still_filling`: a chunk that it lacks may come later, as with a relay. Raises `PeerError` for a bad URL.
         """
         try:
@@ -123,13 +132,12 @@ class HttpSource:
         parts = self._url
         if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query or parts.fragment:
             raise PeerError(f"{url!r} is not a source's URL: it must be http(s)://HOST/PATH")
-        if not trusted_address:
+        if not address.is_trusted:
             demand_port(parts.port)  # guard: ports-of-sources
         self.name, self.rank = name or url, rank
-        self._trusted, self._filling, self._transport = trusted_address, still_filling, transport
-        self._beside, self._by_name, self._is_host = beside, by_name, is_host
+        self._filling, self._transport, self._is_host = still_filling, transport, is_host
         self._http: httpx.AsyncClient | None = None
-        self._known, self._address = address, ""
+        self._found, self._address = address, ""
         self.was_asked = self.was_heard = False
 
     async def parts(self, digest: str, start: int, size: int) -> AsyncGenerator[bytes, None]:
@@ -172,7 +180,7 @@ class HttpSource:
                 ),
                 trust_env=False,
                 timeout=httpx.Timeout(NEVER_S, connect=CONNECT_TIMEOUT_S),
-                headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
+                headers={"accept-encoding": "identity", "user-agent": USER_AGENT},
             )
             self._http.follow_redirects = False  # guard: sources-do-not-redirect
         return self._http
@@ -196,11 +204,9 @@ class HttpSource:
             raise NothingYet(f"has nothing at {response.url.path[:80]}")
         if response.status_code != 200:
             raise RetryableError(f"HTTP {response.status_code}", retry_after(response))
-        data = b""
-        async for part in raw_parts(response):
-            data += part
-            if len(data) > cap:  # guard: small-answers
-                raise RetryableError(f"answered more than {cap} bytes at {response.url.path[:80]}")
+        data = await read_capped(response, cap)
+        if data is None:  # guard: small-answers
+            raise RetryableError(f"answered more than {cap} bytes at {response.url.path[:80]}")
         return data
 
     def _path(self, below: str) -> str:
@@ -212,16 +218,16 @@ class HttpSource:
     async def _request(self, path: str, headers: dict[str, str]) -> httpx.Request:
         """A request: to an address that was judged, if a stranger gave the URL."""
         url = self._url.copy_with(path=path)
-        if self._trusted:
+        if self._found.is_trusted:
             return self._opened().build_request("GET", url, headers=headers)
         if not self._address:
             try:
-                judged = self._judged_address(self._known or url.host, port_of(url))
+                judged = self._judged_address(self._found.known or url.host, port_of(url))
                 self._address = await asyncio.wait_for(judged, CONNECT_TIMEOUT_S)
             except TimeoutError:
                 raise RetryableError(f"the address of {url.host} was not found in {CONNECT_TIMEOUT_S:.0f} s") from None
             except (OSError, UnicodeError):
-                if self._by_name:
+                if self._found.by_name:
                     return self._opened().build_request("GET", url, headers=headers)
                 raise RetryableError(f"the address of {url.host} was not found") from None
         return self._opened().build_request(
@@ -233,7 +239,7 @@ class HttpSource:
 
     async def _judged_address(self, host: str, port: int) -> str:
         """An address of a stranger's host that may be asked. Raises `PeerError`, and OSError."""
-        if self._beside:  # guard: inside-beside-inside
+        if self._found.beside:  # guard: inside-beside-inside
             return (await addresses_of(host, port))[0]
         return await outside_address(host, port)
 
@@ -293,10 +299,13 @@ def sources_of(
         origin += _origin(info.origin, client, ORIGIN if spare_origin else 0)
     rank = COORDINATOR if spare_origin or origin else 0
     coordinator = HttpSource(
-        f"{client.base_url}/v1/blobs", name=client.base_url, rank=rank, trusted_address=client.may_be_inside,
-        address=client.address, transport=client.transport, by_name=client.goes_by_name,
+        f"{client.base_url}/v1/blobs",
+        SourceAddress(is_trusted=client.may_be_inside, known=client.address, by_name=client.goes_by_name),
+        name=client.base_url,
+        rank=rank,
+        transport=client.transport,
         is_host=True,
-    )  # fmt: skip
+    )
     return [*others, *origin, coordinator]
 
 
@@ -311,5 +320,5 @@ def _origin(said: str, client: Client, rank: int) -> list[ChunkSource]:
         if called.scheme != "http":
             return []  # a proxy is in front, which the origin's port does not have
         url = str(called.copy_with(port=int(beside[1]), raw_path=beside[2].encode()))
-        return [HttpSource(url, rank=rank, trusted_address=client.may_be_inside, address=client.address)]
-    return [HttpSource(said, rank=rank, beside=client.may_be_inside)] if said else []
+        return [HttpSource(url, SourceAddress(is_trusted=client.may_be_inside, known=client.address), rank=rank)]
+    return [HttpSource(said, SourceAddress(beside=client.may_be_inside), rank=rank)] if said else []

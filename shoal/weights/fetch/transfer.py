@@ -10,9 +10,11 @@ source could send bad bytes, stop, and let an honest one be blamed.
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import PeerError
@@ -29,6 +31,8 @@ from shoal.weights.fetch.scheduler import (
     latest,
 )
 from shoal.weights.fetch.sources import ChunkSource, HostAway, Passing, WrongBytes, is_filling
+
+log = logging.getLogger(__name__)
 
 FIRST_REPORT_S = 3.0
 """A fetch that takes less than this is not worth a line."""
@@ -76,6 +80,28 @@ DUPLICATE_SHARE = 0.02
 TICK_S = 0.25
 
 
+def log_blame(source: str, reason: str) -> None:
+    """Log that a source is left."""
+    log.warning("source=%s left=true reason=%s", source, reason)
+
+
+@dataclass(frozen=True)
+class TransferEvents:
+    """Who hears what happens in a transfer."""
+
+    on_blame: Callable[[str, str], None] = log_blame
+    """Gets a source and a reason when the source is left, for a while or for good."""
+    on_progress: Callable[[str], None] | None = None
+    """Gets a line every few seconds; None: it is logged."""
+    on_chunk: Callable[[str], None] = lambda digest: None
+    """Gets the hash of each chunk that is in its places."""
+    on_lie: Callable[[str], None] = lambda source: None
+    """Gets the source of each wrong chunk."""
+
+
+NO_EVENTS = TransferEvents()
+
+
 class Transfer:
     """The missing chunks of one version, and the sources."""
 
@@ -86,15 +112,11 @@ class Transfer:
         directory: Path,
         *,
         rng: random.Random,
-        on_blame: Callable[[str, str], None],
-        on_progress: Callable[[str], None],
-        on_chunk: Callable[[str], None] = lambda digest: None,
-        on_lie: Callable[[str], None] = lambda source: None,
+        events: TransferEvents,
     ) -> None:
-        """`directory` takes the bytes of chunks that are not whole yet. `rng` decides order, choice and pauses.
-        `on_chunk` gets the hash of each chunk that is in its places, `on_lie` the source of each wrong chunk."""
+        """`directory` takes the bytes of chunks that are not whole yet. `rng` decides order, choice and pauses."""
         self._sources = list({source.name: source for source in sources}.values())
-        self._on_blame, self._on_progress, self._on_chunk, self._on_lie = on_blame, on_progress, on_chunk, on_lie
+        self._events = events
         shuffled = list(missing)
         rng.shuffle(shuffled)  # so that clients of one swarm have different chunks to give each other
         self._waiting = dict.fromkeys(shuffled)
@@ -115,7 +137,7 @@ class Transfer:
         self._holdings = Holdings(self._sources, self._choice, self._waiting)
         self._heard = self._clock()
         """When any source sent bytes last."""
-        self._progress = Progress(self._total_bytes, self._clock(), on_progress)
+        self._progress = Progress(self._total_bytes, self._clock(), events.on_progress or log.info)
 
     async def run(self) -> None:
         """Return when all chunks are in their places. Raises `PeerError` if the sources cannot serve them, and OSError."""
@@ -280,7 +302,7 @@ class Transfer:
             self._left.discard(piece)
             self._placed_bytes += piece.size
             self._choice.gave(attempt.source)
-            self._on_chunk(piece.digest)
+            self._events.on_chunk(piece.digest)
             for rival in self._rivals(piece):
                 self._lose(rival)
             if isinstance(problem, WrongBytes):
@@ -305,7 +327,7 @@ class Transfer:
             self._blame(attempt.source, SourceFault.FAILED, reason, now)
         elif not self._choice.sources[attempt.source].never:
             self._choice.never(attempt.source, str(problem), now)
-            self._on_blame(self._sources[attempt.source].name, f"{problem}: not asked again")
+            self._events.on_blame(self._sources[attempt.source].name, f"{problem}: not asked again")
         self._hand_on(piece, part, is_good=not (isinstance(problem, WrongBytes) and attempt.got))
 
     def _hand_on(self, piece: Chunk, part: PartialChunk, is_good: bool) -> None:
@@ -334,12 +356,12 @@ class Transfer:
 
     def _blame(self, source: int, fault: SourceFault, reason: str, now: float, pause_s: float = 0.0) -> None:
         if fault is SourceFault.WRONG:
-            self._on_lie(self._sources[source].name)
+            self._events.on_lie(self._sources[source].name)
         rest_s = self._choice.failed(source, fault, reason, now, pause_s=pause_s)
         if rest_s is None:
             return
         again = "not asked again" if rest_s == float("inf") else f"asked again after {rest_s:.1f} s"
-        self._on_blame(self._sources[source].name, f"{reason}: {again}")
+        self._events.on_blame(self._sources[source].name, f"{reason}: {again}")
 
     def _index(self, name: str) -> int:
         return next(index for index, source in enumerate(self._sources) if source.name == name)

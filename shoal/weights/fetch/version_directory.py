@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import StateError
@@ -16,8 +17,7 @@ from shoal.protocol import encoding
 from shoal.protocol.messages import Manifest
 from shoal.run_folder import free_below, held_below
 from shoal.weights.base_model import bases_here, directory_root, fault_of_base, link_base
-from shoal.weights.delta.patch import apply_patch
-from shoal.weights.delta.plan import PatchStep
+from shoal.weights.delta.patch import PatchStep, apply_patch
 from shoal.weights.delta.tensor_codes import coded_directory, cores
 from shoal.weights.fetch.chunks import UNFINISHED, Wanted, clear_parts, files_of
 from shoal.weights.file_ranges import Span, append_span
@@ -74,13 +74,27 @@ def fault_of(directory: Path, manifest: Manifest, *, trusted: bool) -> str:
     return "" if root == manifest.root else f"the weights root is {root[:16]}…, not {manifest.root[:16]}…"
 
 
-def prune(folder: Path, manifest: Manifest, keep: int, in_use: Path | None = None) -> None:
-    """Delete all but `keep` versions: the one just fetched, the one in use, and the newest others."""
-    newest = directory_name(manifest)
-    others = sorted((path for path in folder.glob("v*") if path.name != newest and path.is_dir()), reverse=True)
-    others.sort(key=lambda path: path != in_use)  # guard: version-in-use-stays
-    for path in others[max(0, keep - 1) :]:
-        shutil.rmtree(path, ignore_errors=True)
+@dataclass(frozen=True)
+class VersionFolder:
+    """The folder in which a process has versions, and what it may take."""
+
+    path: Path
+    keep: int = 2
+    """Versions that stay."""
+    max_bytes: int | None = None
+    """Of a version, and of the patches of a way: the folder takes at most `keep` + 2 times as much."""
+    in_use: Path | None = None
+    """The directory of a version that stays, whatever its age."""
+    store: Path | None = None
+    """A folder of blobs on this machine, which is looked into first."""
+
+    def prune(self, manifest: Manifest) -> None:
+        """Delete all but `keep` versions: the one just fetched, the one in use, and the newest others."""
+        newest = directory_name(manifest)
+        others = sorted((path for path in self.path.glob("v*") if path.name != newest and path.is_dir()), reverse=True)
+        others.sort(key=lambda path: path != self.in_use)  # guard: version-in-use-stays
+        for path in others[max(0, self.keep - 1) :]:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def versions_here(folder: Path, run: str) -> dict[int, tuple[str, Path]]:

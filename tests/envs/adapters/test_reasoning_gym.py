@@ -10,7 +10,7 @@ from shoal.envs.adapters.reasoning_gym import hash_dependent
 Make = Callable[..., Any]
 
 
-@pytest.mark.parametrize("task", ["basic_arithmetic", "caesar_cipher", "maze", "countdown", "leg_counting"])
+@pytest.mark.parametrize("task", ["basic_arithmetic", "maze", "countdown"])
 def test_a_task_is_generated_asked_and_scored(distant: Make, task: str) -> None:
     gym = distant("reasoning_gym", task=task, tasks=20, heldout=8)
     assert gym.about["name"] == f"reasoning_gym/{task}" and gym.about["reproducible"]

@@ -7,7 +7,7 @@ import sysconfig
 from shoal.sandbox.filesystem import interpreter as python
 from shoal.sandbox.filesystem import outside
 from shoal.sandbox.limits import Limits
-from shoal.sandbox.sandboxed_process import Resident
+from shoal.sandbox.sandbox import Resident
 from tests.envs.adapters.conftest import ROOT, interpreter
 from tests.sandbox.needs import needs_bubblewrap
 
@@ -36,13 +36,9 @@ def test_a_game_is_played_in_the_sandbox() -> None:
     program = [str(python()), "-s", "-P", "-c", INSIDE, *paths]
     game = Resident(program, Limits(memory_mb=2000, cpu_s=60, wall_s=60), [packages, ROOT / "shoal"])
     try:
-        answer = game.ask(b"[4]")
-        assert isinstance(answer, bytes), answer
-        told, done, randomized = json.loads(answer)
+        told, done, randomized = json.loads(game.ask(b"[4]", 60, 1 << 20))
         assert "[Player 1]" in told[0]["content"] and not done
         assert randomized == 0
-        last = game.ask(b"[4]")
-        assert isinstance(last, bytes)
-        assert "invalid move" in json.loads(last)[0][0]["content"]
+        assert "invalid move" in json.loads(game.ask(b"[4]", 60, 1 << 20))[0][0]["content"]
     finally:
-        game.close()
+        game.end()

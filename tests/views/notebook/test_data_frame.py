@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from shoal.errors import ShoalError, how_to_install
-from shoal.runs.tables import Column
+from shoal.runs.csv_tables import Column
 from shoal.views.notebook.data_frame import SHOWN_ROWS, Frame
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e"

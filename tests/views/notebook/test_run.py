@@ -9,7 +9,7 @@ from msgspec.structs import replace as replace_field
 
 import shoal
 from shoal.errors import ConfigError, NothingYet, ShoalError
-from shoal.roles.auditor import rescore
+from shoal.roles.auditor import token_scores
 from shoal.views.notebook.rollout import Rollout
 
 HOSTILE = '<script>alert("x")</script>\x1b[2J'
@@ -38,7 +38,8 @@ def test_every_table_of_a_run_is_a_property(opened):
 
 def test_a_rollout_has_its_tokens_with_claims_and_advantages(opened, rollout):
     named = rollout.group.version, rollout.group.slot, 0
-    row = next(row for row in opened.rollouts if (row["version"], row["slot"], row["rollout"]) == named)
+    signal = [row for row in opened.rollouts if row["status"] == "signal"]  # a refused group may have had the slot
+    row = next(row for row in signal if (row["version"], row["slot"], row["rollout"]) == named)
     tokens = rollout.tokens
     assert len(tokens) == row["tokens"] and [token["position"] for token in tokens] == list(range(len(tokens)))
     own = [token for token in tokens if token["author"] == "policy"]
@@ -64,8 +65,8 @@ async def _in_a_cell(work):
     return work()
 
 
-def test_replaying_with_other_weights_shows_gaps(rollout, opened, town):
-    final = town.folder.checkpoints / "final"
+def test_replaying_with_other_weights_shows_gaps(rollout, opened, testbed):
+    final = testbed.folder.checkpoints / "final"
     other = rollout.replay(shoal.policy(final))
     assert not other.agrees and other.largest_difference > other.limits.logprob
 
@@ -88,7 +89,7 @@ def test_each_check_says_what_it_finds_in_an_honest_rollout_and_in_forged_ones(r
 
 
 def test_too_many_logits_are_refused(rollout, monkeypatch):
-    monkeypatch.setattr(rescore, "MAX_LOGITS", 3)
+    monkeypatch.setattr(token_scores, "MAX_LOGITS", 3)
     with pytest.raises(ConfigError, match=r"logits=True would keep .* numbers, limit 3"):
         rollout.replay(logits=True)
 
@@ -113,12 +114,7 @@ def test_a_name_of_no_rollout_is_refused(opened, rollout):
         opened.rollout("0/999999/0")
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no run"):
-        shoal.open(tmp_path)
-
-
 def test_missing_torch_is_reported_in_one_line(rollout, monkeypatch):
-    monkeypatch.setattr(rescore, "find_spec", lambda name: None)
+    monkeypatch.setattr(token_scores, "find_spec", lambda name: None)
     with pytest.raises(ShoalError, match="torch is not installed"):
         rollout.replay()

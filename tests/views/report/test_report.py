@@ -13,13 +13,12 @@ from shoal.cli.main import main
 from shoal.errors import StateError
 from shoal.evaluation_files import Evaluation, JudgeResult
 from shoal.models.open_model import spec_of
-from shoal.models.parameter_counts import parameters_of
 from shoal.run_folder import RunFolder
 from shoal.runs.redact import without_folders
-from shoal.runs.replay import open_run
-from shoal.views.report import html as page
-from shoal.views.report.content import _changes, _config, facts_of, gain_of, policy_of
-from shoal.views.report.samples import ReportSample, SampleTurn, Talk, shade_of
+from shoal.runs.run_reader import open_run
+from shoal.views.report import report as page
+from shoal.views.report.report import _changes, _config, facts_of, gain_of, policy_of
+from shoal.views.report.samples import ReportSample, SampleTurn, Talk
 
 HOSTILE = (
     "<script>alert(1)</script>", "</style><script>x</script>", '"><img src=x onerror=alert(1)>', "' onmouseover='x",
@@ -85,6 +84,7 @@ def test_it_says_what_the_run_was_and_how_to_verify_it(ended):
                  "Made 1970-01-01 00:00:00 UTC"):  # fmt: skip
         assert "".join(said.split()) in "".join(text.split()), said
     assert len(source) < 2_000_000
+    assert_needs_no_network_and_no_scripts(source)
 
 
 @pytest.mark.parametrize(("phase", "said"), [("ended", "had paused: clock"), ("paused", "is paused: clock")])
@@ -99,7 +99,7 @@ def test_a_run_that_has_ended_is_not_said_to_be_paused(ended, monkeypatch, phase
 
 def test_it_describes_the_policy_that_was_used_and_no_default(ended):
     spec = spec_of(ended / "policy")
-    size = f"{spec.family}, {parameters_of(spec):,} parameters, {spec.layers} layers of width {spec.width}, "
+    size = f"{spec.family}, {spec.num_parameters():,} parameters, {spec.layers} layers of width {spec.width}, "
     assert size in Reader(written(ended)[0]).text
     section = {
         "path": "…/my-model", "dtype": "bfloat16", "implementation": "", "tiny": {"layers": 99, "width": 999},
@@ -132,8 +132,7 @@ def test_the_run_file_has_no_shape_that_the_policy_has_not_and_names_what_was_ch
     assert _changes([begun]) == _changes([begun, begun]) == []
 
 
-def test_it_needs_no_network_and_no_scripts(ended):
-    source, _ = written(ended)
+def assert_needs_no_network_and_no_scripts(source):
     elements = Reader(source).elements
     assert {tag for tag, _ in elements} <= ALLOWED
     outside = [value for _, attrs in elements for name, value in attrs.items()
@@ -192,7 +191,7 @@ def test_thirty_hostile_texts_are_text(ended, monkeypatch):
     assert "\x1b" not in source and "\x00" not in source and "\u202e" not in source
 
 
-def test_a_run_that_is_starting_has_a_report_or_says_why_not(town, copied):
+def test_a_run_that_is_starting_has_a_report_or_says_why_not(testbed, copied):
     (copied / "metrics.jsonl").unlink()
     for path in (copied / "eval").iterdir():
         path.unlink()
@@ -204,10 +203,10 @@ def test_a_run_that_is_starting_has_a_report_or_says_why_not(town, copied):
         written(copied)
 
 
-def test_the_command_writes_the_file(town, tmp_path, capsys):
+def test_the_command_writes_the_file(testbed, tmp_path, capsys):
     out = tmp_path / "r.html"
     started = time.process_time()
-    assert main(["report", str(town.folder.root), "--out", str(out)]) == 0
+    assert main(["report", str(testbed.folder.root), "--out", str(out)]) == 0
     assert time.process_time() - started < 20
     assert out.read_text().startswith("<!doctype html>") and "MB" in capsys.readouterr().out
 
@@ -239,10 +238,6 @@ def test_a_judge_that_disagrees_is_told_beside_the_gain():
         "Success rose from 0.2 in version 0 to 0.6 in version 9: the 95 % intervals do not touch. "
         "The judge's mean fell from 0.5 to 0.1 in version 9: the 95 % intervals do not touch."
     )
-
-
-def test_surprise_is_shaded_in_five_steps():
-    assert [shade_of(nats) for nats in (0.0, 0.1, 0.5, 1.0, 3.0, float("nan"))] == [0, 1, 2, 3, 4, 4]
 
 
 def test_folders_of_the_host_are_left_out_of_the_run_file():

@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.slow, needs_browser]
 
 
 @pytest.fixture(scope="module")
-def report(town, tmp_path_factory):
+def report(testbed, tmp_path_factory):
     file = tmp_path_factory.mktemp("report") / "report.html"
-    assert main(["report", str(town.folder.root), "--private", "--out", str(file)]) == 0
+    assert main(["report", str(testbed.folder.root), "--private", "--out", str(file)]) == 0
     return file
 
 

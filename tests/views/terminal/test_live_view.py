@@ -16,7 +16,7 @@ from shoal.cli.main import parser
 from shoal.config import EnvConfig
 from shoal.evaluation_files import Evaluation, Transcript
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
-from shoal.runs.run_status import RunStatus, SampleConversation
+from shoal.runs.run_status import RunStatus
 from shoal.terminal import printable
 from shoal.views.terminal.end_screen import RunEnd, plain_end, render_end, save_picture
 from shoal.views.terminal.live_view import LiveView, plain, plain_wait, render
@@ -51,11 +51,6 @@ def test_a_small_picture_says_that_the_host_changed_the_learning_rate(
     assert ("lr_factor=0.5" in plain(found)) is says
 
 
-def test_the_picture_says_which_workers_left(snapshot: RunStatus) -> None:
-    gone = tuple(msgspec.structs.replace(node, left=node.name == "worker-0") for node in snapshot.nodes)
-    assert "good, left" in shown(render(replace(snapshot, nodes=gone)))
-
-
 def test_the_picture_says_that_a_run_is_starting() -> None:
     text = shown(render(RunStatus("wordle", "runs/wordle", 90, notice="starting the coordinator")))
     assert "starting the coordinator" in text and "no worker has joined yet" in text and "step 0/90" in text
@@ -73,17 +68,6 @@ def test_the_step_is_never_behind_the_version(snapshot: RunStatus) -> None:
     for version, step in ((40, 40), (30, 37), (10**6, 90)):
         status = msgspec.structs.replace(snapshot.status, version=version)
         assert f"step {step}/90" in shown(render(replace(snapshot, status=status)))
-
-
-def test_a_turn_of_spaces_alone_is_said_to_be_blank(snapshot: RunStatus) -> None:
-    assert "policy (blank)" in shown(
-        render(replace(snapshot, sample=SampleConversation("one rollout", (("policy", " \n "),))))
-    )
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_picture_fits_the_terminal(snapshot: RunStatus, width: int) -> None:
-    assert max(len(line) for line in shown(render(snapshot), width).splitlines()) <= width
 
 
 def test_the_plain_line_shows_the_newest_step(snapshot: RunStatus) -> None:
@@ -168,14 +152,6 @@ def test_the_share_of_rollouts_that_a_token_limit_ended_is_shown_where_it_is_lar
     assert "at_token_limit" not in plain(few) + plain(snapshot)
 
 
-def test_a_comparison_of_evaluations_says_how_many_episodes_have_no_part_in_it(end: RunEnd) -> None:
-    after = end.summary["heldout"]["after"]
-    heldout = end.summary["heldout"] | {"after": after | {"faults": 2}}
-    says = f"% after. Episodes without a score have no part in it: 0 of 512 before, 2 of {after['episodes']} after."
-    assert says in plain_end(replace(end, summary=end.summary | {"heldout": heldout}))
-    assert "no part in it" not in plain_end(end)
-
-
 def test_groups_whose_tasks_cannot_begin_are_counted_at_the_end(end: RunEnd) -> None:
     unbegun = replace(end, summary=end.summary | {"unbegun": 9, "unbegun_cause": "task 6 of words cannot begin: no"})
     for said in (plain_end, lambda found: shown(render_end(found))):
@@ -206,9 +182,10 @@ def test_only_long_waits_are_reported(snapshot: RunStatus) -> None:
 
 
 def test_a_piped_view_says_the_remedy_of_a_pause_once_and_cuts_nothing(snapshot: RunStatus) -> None:
-    waits = f"the host: {FAULTS}words fails on 40 of its newest 400 rollouts: {'no answer ' * 20}. {FAULT_REMEDY}"
+    waits = f"the host: {FAULTS}words fails on 40 of its newest 400 rollouts: {'no answer ' * 20}"
     view = LiveView(Console(file=(file := io.StringIO()), width=80), wait_line_every_s=0.0)
-    paused = replace(snapshot, status=msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits))
+    status = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits, remedy=FAULT_REMEDY)
+    paused = replace(snapshot, status=status)
     for _ in range(3):
         view.show(paused)
     text = file.getvalue()
@@ -244,26 +221,12 @@ def test_a_line_on_a_terminal_is_broken_at_spaces(monkeypatch: pytest.MonkeyPatc
         assert file.getvalue().splitlines()[0] == "a warning with a long word:" + " unaccompanied" * (not is_terminal)
 
 
-def test_piped_view_prints_each_step_once(snapshot: RunStatus) -> None:
-    console = Console(file=io.StringIO(), width=80)
-    view = LiveView(console, wait_line_every_s=1e9)
-    view.show(snapshot)
-    view.show(snapshot)
-    view.close()
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [line.split()[:2] for line in lines].count(["step", "37/90"]) == 1
-    assert all("\x1b" not in line for line in lines)
-
-
 def test_the_chart_places_values_by_step_and_height() -> None:
     # Four steps of eight columns: two done, so the left half is filled; 0.5 of two lines is one line of full blocks.
     assert chart([0.5, 1.0], total=4, width=8, height=2, low=0.0, high=1.0) == ["  ██    ", "████    "]
     # More steps than columns: means of 0 and 1, and of 1 and 1.
     assert chart([0.0, 1.0, 1.0, 1.0], total=4, width=2, height=1, low=0.0, high=1.0) == ["▄█"]
-
-
-def test_chart_of_equal_values_does_not_divide_by_zero() -> None:
-    assert chart([0.0, 0.0], total=2, width=2, height=1, low=0.0, high=0.0) == ["▁▁"]
+    assert chart([0.0, 0.0], total=2, width=2, height=1, low=0.0, high=0.0) == ["▁▁"], "of equal values"
 
 
 def test_last_table_compares_before_and_after_and_names_the_cheater(end: RunEnd) -> None:
@@ -335,7 +298,9 @@ def test_the_commands_at_the_end_are_whole_at_any_width(end: RunEnd, width: int,
         "\xa0", " "
     )
     assert all(shlex.join(command[:2]) in drawn and command[-1] in drawn for command in commands)
-    box = re.search(r'viewBox="0 0 ([\d.]+) ', (tmp_path / "end.svg").read_text())
+    content = (tmp_path / "end.svg").read_text()
+    assert set(re.findall(r"\w+://[^\s\"]+", content)) <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}
+    box = re.search(r'viewBox="0 0 ([\d.]+) ', content)
     assert box is not None and float(box[1]) > 12 * max(map(len, lines))
 
 
@@ -365,29 +330,10 @@ def test_a_run_without_a_gain_ends_with_what_to_change(end: RunEnd) -> None:
     assert "did not rise" not in plain_end(end)
 
 
-def test_letters_with_marks_become_tiles(end: RunEnd) -> None:
-    assert "C   R   A   N   E" in shown(render_end(end))
-    assert "c=r+a+n-e+" in plain_end(end)
-
-
 def test_last_table_without_evaluation_says_so(end: RunEnd) -> None:
     bare = replace(end, summary=end.summary | {"heldout": {"before": None, "after": None}}, games=())
     assert "not evaluated" in plain_end(bare)
     assert "before training" in shown(render_end(bare))
-
-
-def test_what_a_policy_wrote_cannot_steer_the_terminal(end: RunEnd) -> None:
-    evil = Transcript("", (("assistant", "\x1b[2J[bold]boo[/bold]\x07"),), 0.0, None, "done", 9)
-    ended = replace(end, games=(("wordle", evil),))
-    for text in (shown(render_end(ended)), plain_end(ended)):
-        assert "\x1b[2J" not in text and "\x07" not in text and "[bold]boo" in text
-
-
-def test_name_of_a_worker_cannot_steer_the_terminal(snapshot: RunStatus, end: RunEnd) -> None:
-    nodes = tuple(msgspec.structs.replace(node, name="\x1b[2J[red]x", last_reason="\x07") for node in snapshot.nodes)
-    evil = replace(snapshot, nodes=nodes)
-    for text in (shown(render(evil)), shown(render_end(replace(end, snapshot=evil)))):
-        assert "\x1b[2J" not in text and "\x07" not in text
 
 
 def test_a_figure_that_the_newest_step_lacks_is_not_that_of_an_older_one(snapshot: RunStatus) -> None:
@@ -419,10 +365,3 @@ def test_names_are_not_read_as_markup(snapshot: RunStatus, end: RunEnd) -> None:
     ended = replace(end, snapshot=evil, summary=summary, envs=envs, games=((label, game),), called={node.key: name})
     for text in (shown(render(evil)), shown(render_end(ended)), plain_end(ended)):
         assert "[/x]" in text and "\x9b" not in text and "\u202e" not in text
-
-
-def test_the_picture_can_be_saved_as_svg(snapshot: RunStatus, tmp_path: Path) -> None:
-    save_picture(render(snapshot), tmp_path / "terminal.svg")
-    content = (tmp_path / "terminal.svg").read_text()
-    assert set(re.findall(r"\w+://[^\s\"]+", content)) <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}
-    assert content.startswith("<svg") and "cheater-0" in content

@@ -16,16 +16,16 @@ from rich.console import Console
 
 from shoal.alarms import Alarm
 from shoal.ledger.members import ASKED_BY_HOST
-from shoal.net.client import Client, PeerRefused
+from shoal.net.client import Client, PeerRefused, Timing
 from shoal.protocol import messages as t
-from shoal.roles.coordinator.status import StatusBoard
+from shoal.roles.coordinator.status import StatusCache
 from shoal.roles.node.activity import JudgingStats, NodeActivity
 from shoal.roles.node.throttle import Allowance, Hours
+from shoal.runs.remote_status import RemoteRun
 from shoal.runs.run_status import RunStatus
-from shoal.runs.url_status import RemoteRun
-from shoal.views.terminal.node_panels import NodeNow, at, next_vesting, picture, plain
+from shoal.views.terminal.node_screen import NodeNow, at, next_vesting, picture, plain
 from shoal.views.terminal.node_view import NodeView, _draw, _on_screen, limits_of, shown
-from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.testbed import RunTestbed, tiny_run
 from tests.views.terminal.test_watch_command import Presses, host_of, told
 
 ME = "bb" * 32
@@ -33,7 +33,7 @@ ME = "bb" * 32
 
 @pytest.fixture(scope="module")
 def info(tmp_path_factory: pytest.TempPathFactory) -> t.RunInfo:
-    return StatusBoard(Town(tmp_path_factory.mktemp("town") / "run", tiny_run()).desk).info()
+    return StatusCache(RunTestbed(tmp_path_factory.mktemp("town") / "run", tiny_run()).coordinator).info()
 
 
 @pytest.fixture
@@ -98,27 +98,6 @@ def test_figures_of_a_host_that_is_gone_are_said_to_be_of_then(worker: NodeNow, 
     assert at(replace(now, words="judging a submission of 16 groups")).startswith("judging")
 
 
-def test_a_host_that_stops_answering_is_silent_from_its_last_answer(
-    snapshot: RunStatus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers, now = [True], [1000.0]
-    monkeypatch.setattr("shoal.views.terminal.node_view.time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def host(request: httpx.Request) -> httpx.Response:
-        return host_of(snapshot)(request) if answers[0] else told({"error": "gone", "code": "no_run"}, 404)
-
-    async def story() -> list[float]:
-        client = Client("http://host", transport=httpx.MockTransport(host))
-        view, run = NodeView("worker", "http://host", NodeActivity()), RemoteRun(client, lambda: now[0])
-        found = list[float]()
-        for answers[0], now[0] in ((True, 1000.0), (False, 1010.0), (False, 1060.0), (True, 1070.0)):
-            await view.look(run)
-            found.append(view.now().unheard_s)
-        return found
-
-    assert asyncio.run(story()) == [0.0, 0.0, 60.0, 0.0]
-
-
 def test_a_host_is_silent_from_its_last_answer_to_the_node_and_not_to_its_view(
     snapshot: RunStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,10 +105,10 @@ def test_a_host_is_silent_from_its_last_answer_to_the_node_and_not_to_its_view(
     monkeypatch.setattr("shoal.views.terminal.node_view.time", SimpleNamespace(monotonic=lambda: now[0]))
     answers = [httpx.MockTransport(host_of(snapshot))]
 
-    async def story() -> NodeNow:
-        client = Client("http://host", transport=answers[0], monotonic=lambda: now[0])
+    async def scenario() -> NodeNow:
+        client = Client("http://host", transport=answers[0], timing=Timing(monotonic=lambda: now[0]))
         refuses = httpx.MockTransport(lambda request: told({"error": "enough groups", "code": "not_yours"}, 403))
-        node = Client("http://host", transport=refuses, monotonic=lambda: now[0])
+        node = Client("http://host", transport=refuses, timing=Timing(monotonic=lambda: now[0]))
         view = NodeView("worker", "http://host", NodeActivity(answered_at=lambda: node.answered_at))
         await view.look(RemoteRun(client, lambda: now[0]))
         now[0] += 147.0
@@ -138,7 +117,7 @@ def test_a_host_is_silent_from_its_last_answer_to_the_node_and_not_to_its_view(
         now[0] += 37.0
         return view.now()
 
-    seen = asyncio.run(story())
+    seen = asyncio.run(scenario())
     assert (seen.unheard_s, seen.seen_s) == (37.0, 184.0)
 
 
@@ -249,13 +228,34 @@ def test_p_pauses_and_a_stop_gives_the_terminal_back_at_once(snapshot: RunStatus
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={"TERM": "xterm"})
     client = Client("http://host", transport=httpx.MockTransport(host_of(snapshot)))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with _on_screen(console) as (live, lines):
             logging.getLogger("worker").warning("a line of the log")
             await _draw(view, RemoteRun(client), live, lines, Presses(presses), threading.Event())
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert allowance.paused and view.snapshot.status.phase == "running"
     shown_text = console.file.getvalue()  # type: ignore[attr-defined]
     picture_text, after = shown_text.split("\x1b[?1049l")
     assert "p resumes" in picture_text and "a line of the log" in after
+
+
+def test_a_host_that_stops_answering_is_silent_from_its_last_answer(
+    snapshot: RunStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, now = [True], [1000.0]
+    monkeypatch.setattr("shoal.views.terminal.node_view.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def host(request: httpx.Request) -> httpx.Response:
+        return host_of(snapshot)(request) if answers[0] else told({"error": "gone", "code": "no_run"}, 404)
+
+    async def scenario() -> list[float]:
+        client = Client("http://host", transport=httpx.MockTransport(host))
+        view, run = NodeView("worker", "http://host", NodeActivity()), RemoteRun(client, lambda: now[0])
+        found = list[float]()
+        for answers[0], now[0] in ((True, 1000.0), (False, 1010.0), (False, 1060.0), (True, 1070.0)):
+            await view.look(run)
+            found.append(view.now().unheard_s)
+        return found
+
+    assert asyncio.run(scenario()) == [0.0, 0.0, 60.0, 0.0]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.alarms import Alarm
-from shoal.launch.alarms import in_words
+from shoal.launch.alarm_actions import in_words
 from shoal.ledger.fault_rate import (
     BOUNDS_REMEDY,
     FAULT_REMEDY,
@@ -23,13 +23,12 @@ from shoal.ledger.fault_rate import (
     TEMPLATE_REMEDY,
     fault_remedy,
 )
-from shoal.ledger.hints import (
+from shoal.ledger.remedies import (
     ADMIT_REMEDY,
     ALARM_REMEDY,
     IN_A_NEW_RUN,
     NO_SIGNAL_REMEDY,
     SILENT_REMEDY,
-    split_remedy,
 )
 from shoal.monitors import (
     host,
@@ -37,8 +36,8 @@ from shoal.monitors import (
     nodes,
 )
 from shoal.monitors.alarms import AlarmChange
-from shoal.monitors.host import LEASED, UNLEASED
-from shoal.protocol.group_rewards import REPLY_REFUSED
+from shoal.protocol.messages import Status
+from shoal.protocol.reward_rules import REPLY_REFUSED
 from shoal.protocol.rollout_validation import MODEL_REMEDY, ROOM_REMEDY
 from shoal.runs.run_status import RunStatus, SampleConversation, seconds_left
 from shoal.terminal import as_called
@@ -46,7 +45,7 @@ from shoal.views.terminal.live_view import LiveView, plain, render
 from shoal.views.terminal.panels import cropped
 from shoal.views.web.index.queries import _speed
 
-SIZES = [(60, 24), (80, 24), (100, 30), (140, 40)]
+SIZES = [(60, 24), (140, 40)]
 
 
 def lines_of(
@@ -57,6 +56,10 @@ def lines_of(
     console.print(render(snapshot, height, said, talks))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text.splitlines()
+
+
+def paused(snapshot: RunStatus, waits: str, remedy: str, cause: str = "") -> Status:
+    return msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits, remedy=remedy, pause_cause=cause)
 
 
 def crowd(snapshot: RunStatus, honest: int) -> RunStatus:
@@ -72,6 +75,8 @@ def crowd(snapshot: RunStatus, honest: int) -> RunStatus:
 def test_who_was_refused_by_which_check_is_seen_at_every_size(snapshot: RunStatus, width: int, height: int) -> None:
     lines = lines_of(crowd(snapshot, 40), width, height, said=["Others join with:\n\n    shoal join http://host:8470"])
     assert len(lines) <= height and max(map(cell_len, lines)) <= width
+    shown = sum(" a-" in line or "worker-0" in line or "cheater-0" in line for line in lines)
+    assert any(f"… and {42 - shown} more, none refused" in line for line in lines), lines
     refused = next(line for line in lines if "cheater-0" in line)
     assert "sampling 40x" in refused and "quarantined" in refused
     text = "\n".join(lines)
@@ -85,45 +90,20 @@ def test_who_was_refused_by_which_check_is_seen_at_every_size(snapshot: RunStatu
         assert point in text, point
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
-def test_workers_that_are_not_shown_are_counted(snapshot: RunStatus, width: int, height: int) -> None:
-    lines = lines_of(crowd(snapshot, 60), width, height)
-    shown = sum(" a-" in line or "worker-0" in line or "cheater-0" in line for line in lines)
-    assert any(f"… and {62 - shown} more, none refused" in line for line in lines), lines
-
-
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (140, 40)])
-def test_three_alarms_do_not_hide_what_the_run_waits_for(snapshot: RunStatus, width: int, height: int) -> None:
-    said = "a summary that is so long that it takes two lines of the terminal, and then goes on for a while " * 2
-    alarms = [Alarm(cause, "warning", 30, 37, said, "") for cause in ("drift", "clipping", "disk")]
-    lines = lines_of(replace(snapshot, alarms=alarms), width, height)
-    assert any("waiting 8 s for workers" in line for line in lines) and any("alarm drift" in line for line in lines)
-
-
-@pytest.mark.parametrize("cause", ["poisoning", "drift"])
-def test_an_alarm_takes_two_lines_of_a_small_terminal(snapshot: RunStatus, cause: str) -> None:
+def test_an_alarm_takes_two_lines_of_a_small_terminal(snapshot: RunStatus) -> None:
     """Also while it is the newest message, which says the same once more."""
     summary = "worker-7 (3b6a27bcceb6) had 75.0% of its blocks refused, and 0.0% of the influence on batches"
     remedy = "See its refusals (`shoal credits RUN 3b6a27bcceb6`) and audit its groups (`shoal audit RUN`). " * 2
-    alarm = Alarm(cause, "critical", 21, 24, summary, remedy)
+    alarm = Alarm("poisoning", "critical", 21, 24, summary, remedy)
     said = [in_words(AlarmChange("raised", alarm))]
     for width, height in ((80, 24), (60, 20), (120, 24)):
         shown = lines_of(replace(snapshot, alarms=[alarm]), width, height, said)
-        first = next(i for i, line in enumerate(shown) if f"alarm {cause} since step 21: worker-7" in line)
+        first = next(i for i, line in enumerate(shown) if "alarm poisoning since step 21: worker-7" in line)
         assert shown[first + 2].startswith("╰"), shown
         assert shown[first + 1].rstrip("│ ").endswith("… (logs/launcher.log)"), "it says where the rest is"
         assert "ALARM" not in "".join(shown)
     large = "\n".join(lines_of(replace(snapshot, alarms=[alarm]), 120, 45, said))
     assert "ALARM" in large and "shoal audit RUN" in large, "where there is room, what to do is shown too"
-
-
-@pytest.mark.parametrize("remedy", [LEASED, UNLEASED])
-def test_what_to_do_about_an_alarm_is_whole_beside_a_long_cause(snapshot: RunStatus, remedy: str) -> None:
-    summary = "no step for 300 s, usually 12 s: waiting for workers: 3 of 16; leased longest: w-0 (3b6a27bcceb6) 290 s"
-    alarm = Alarm("starved", "warning", 21, 24, summary, remedy)
-    shown = lines_of(replace(snapshot, alarms=[alarm]), 80, 24)
-    first = next(i for i, line in enumerate(shown) if "alarm starved since step 21: no step for 300 s" in line)
-    assert remedy[:70] in shown[first + 1] and "…" not in shown[first + 1], shown
 
 
 @pytest.mark.parametrize(
@@ -159,14 +139,6 @@ def test_the_alarm_of_a_pause_leaves_its_cause_to_the_wait_and_has_its_remedy_wh
         assert ("512 groups" in text) == (phase == "running")
 
 
-def test_the_curve_spans_the_steps_that_were_done(snapshot: RunStatus) -> None:
-    for done in (3, 20, 37):
-        lines = lines_of(replace(snapshot, metrics=snapshot.metrics[:done]), 120, 40)
-        axis = next(i for i, line in enumerate(lines) if re.search(rf" 0 +{done} ", line))
-        end = lines[axis].index(f" {done} ") + 1 + len(str(done))
-        assert lines[axis - 1][end - 1] in "▁▂▃▄▅▆▇█" and lines[axis - 1][end] == " ", lines
-
-
 def test_a_worker_that_is_new_and_was_refused_is_said_to_be_not_proven_yet(snapshot: RunStatus) -> None:
     cheater = msgspec.structs.replace(snapshot.nodes[0], standing="new", refused=8, reasons={"sampling": 8}, left=True)
     line = next(line for line in lines_of(replace(snapshot, nodes=(cheater,)), 80, 24) if "cheater-0" in line)
@@ -197,24 +169,18 @@ def test_workers_in_trouble_come_first_and_are_counted_when_there_is_no_room(sna
     assert any(f"{31 - len(rows)} of them refused or shut out" in line for line in lines)
 
 
-def test_a_worker_refused_by_several_checks_shows_the_most_frequent_first(snapshot: RunStatus) -> None:
-    nodes = tuple(msgspec.structs.replace(n, reasons={"commit": 1, "sampling": 7}) for n in snapshot.nodes[:1])
-    for width, said in ((84, "sampling 7x, commit 1x; quarantined "), (80, "sampling 7x +1 more; quarantined ")):
-        assert said in "\n".join(lines_of(replace(snapshot, nodes=nodes), width, 24))
-
-
 @pytest.mark.parametrize(
     ("width", "said"), [(80, "sampling 120x +6 more; quarantined "), (200, "shape 3x +1 more · it")]
 )
 def test_what_is_left_out_of_the_checks_that_refused_a_worker_is_counted(
     snapshot: RunStatus, width: int, said: str
 ) -> None:
-    checks = {"sampling": 120, "commit": 44, "log_probs": 30, "reward": 12, "length": 7, "shape": 3, "stops": 2}
+    checks = {"commit": 44, "sampling": 120, "log_probs": 30, "reward": 12, "length": 7, "shape": 3, "stops": 2}
     nodes = tuple(msgspec.structs.replace(n, reasons=checks, last_reason="it was") for n in snapshot.nodes[:1])
     assert said in "\n".join(lines_of(replace(snapshot, nodes=nodes), width, 24))
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60)])
 def test_the_table_of_workers_keeps_its_place(snapshot: RunStatus, width: int, height: int) -> None:
     """Whatever else comes and goes: conversations, messages, alarms, the first figures, workers."""
     talk = SampleConversation("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("policy", "four")))
@@ -222,7 +188,9 @@ def test_the_table_of_workers_keeps_its_place(snapshot: RunStatus, width: int, h
     talking = replace(snapshot, sample=talk)
     early = replace(snapshot, metrics=(), heldout=(), elapsed_s=0.0)
     cause = f"{FAULTS}wordle fails on 40 of its newest 400 rollouts: words.py line 7: {'KeyError: 5 ' * 12}"
-    faults = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=f"the host: {cause}. {FAULT_REMEDY}")
+    faults = msgspec.structs.replace(
+        snapshot.status, phase="paused", waiting_for=f"the host: {cause}", remedy=FAULT_REMEDY
+    )
     worst = replace(crowd(talking, 40), alarms=alarms, status=faults)
     runs = (snapshot, talking, early, crowd(talking, 40), replace(talking, alarms=alarms), worst)
     for said in ([], ["Others join with:\n\n    shoal join http://host:8470\n" + "more\n" * 9, "a warning " * 30] * 3):
@@ -232,17 +200,6 @@ def test_the_table_of_workers_keeps_its_place(snapshot: RunStatus, width: int, h
                 assert "refused by" in lines[3] and "cheater-0" in lines[4], lines
                 assert len(lines) <= height and lines[-1].startswith("╰") and "waiting 8 s" in "".join(lines), lines
     assert "no worker has joined yet" in lines_of(replace(early, nodes=()), width, height)[3]
-
-
-def test_a_conversation_is_shown_where_there_is_room_and_only_there(snapshot: RunStatus) -> None:
-    sample = SampleConversation(
-        "a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("policy", "four\nI think"))
-    )
-    talking = replace(snapshot, sample=sample)
-    tall = "\n".join(lines_of(talking, 80, 40))
-    for said in ("a rollout of version 37, reward 0.25", "2 + 2 = ?", "four", "I think"):
-        assert said in tall, said
-    assert "2 + 2" not in "\n".join(lines_of(crowd(talking, 40), 80, 24))
 
 
 def test_at_80x24_a_conversation_takes_turns_with_the_curve_and_refusals_stay(snapshot: RunStatus) -> None:
@@ -358,21 +315,15 @@ def test_a_command_before_what_is_left_out_keeps_its_last_word_and_gets_more_roo
     assert cropped(Text(f"{far}\n{far}"), 40, 2).plain.endswith("…"), "half of a command is marked"
 
 
-def test_a_message_that_does_not_fit_says_where_it_is_whole(snapshot: RunStatus) -> None:
-    assert "whole in logs/launcher.log" in "\n".join(lines_of(snapshot, 80, 24, ["a word " * 100]))
-
-
 @pytest.mark.parametrize("error", ["KeyError: 'no answer such as 5'", "KeyError: " + "no such answer " * 12])
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_a_pause_by_environment_faults_says_what_to_do_at_every_size(
     snapshot: RunStatus, width: int, height: int, error: str
 ) -> None:
     cause = f"{FAULTS}wordle fails on 40 of its newest 400 rollouts: words.py line 7: {error}"
-    waits = f"the host: {cause}. {FAULT_REMEDY}"
-    status = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits, pause_cause=cause)
-    lines = lines_of(
-        replace(snapshot, status=status), width, height, said=[f"The run has paused itself and waits for {waits}"]
-    )
+    status = paused(snapshot, f"the host: {cause}", FAULT_REMEDY, cause)
+    said = [f"The run has paused itself and waits for {status.wait_in_words}"]
+    lines = lines_of(replace(snapshot, status=status), width, height, said)
     assert len(lines) <= height and max(map(cell_len, lines)) <= width
     text = re.sub(r"\s+", " ", " ".join(line.strip("│ ") for line in lines))
     assert FAULT_REMEDY in text and text.count("waits for") == 0
@@ -385,7 +336,7 @@ def test_a_pause_by_environment_faults_says_what_to_do_at_every_size(
     ("words.py line 7: score(): ValueError: the score is nan, not a finite number", NUMBER_REMEDY, "the score is nan"),
     ("words.py line 7: score(): TypeError: the score is None, not a number", NUMBER_REMEDY, "the score is None"),
     ("score() of task 72: its process was ended: it took longer than 10 s, at words.py line 7", HANG_REMEDY, "of task 72"),
-    ("step() or score() of task 72: its process ended with SIGSEGV", HANG_REMEDY, "ended with SIGSEGV"),
+    ("step() or score() of task 72: its process was ended: it was ended by signal 11 (SIGSEGV)", HANG_REMEDY, "of task 72"),
     ("words.py line 7: KeyError: 'guess'", FAULT_REMEDY, "KeyError: 'guess'"),
     ("words.py line 7: ValueError: a word, not a number, took longer than 1", FAULT_REMEDY, "ValueError: a word"),
     (f"{REPLY_REFUSED}: it shows no turn", TEMPLATE_REMEDY, "the policy's chat"),
@@ -396,13 +347,10 @@ def test_each_kind_of_fault_is_named_in_a_small_terminal_with_its_own_remedy(
     cause = f"{FAULTS}wordle fails on 40 of its newest 400 rollouts: {error}"
     assert fault_remedy(cause) == remedy
     assert fault_remedy(f"{FAULTS}wordle gives a score of 7.0, outside its reward_bounds, to 1 of its") == BOUNDS_REMEDY
-    waits = f"the host: {cause}. {remedy}"
-    status = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits, pause_cause=cause)
-    lines = lines_of(replace(snapshot, status=status), 80, 24)
+    lines = lines_of(replace(snapshot, status=paused(snapshot, f"the host: {cause}", remedy, cause)), 80, 24)
     text = re.sub(r"\s+", " ", " ".join(line.strip("│ ") for line in lines))
     assert shows in text and remedy in text
     assert " in …" not in text and "flight …" not in text
-    assert split_remedy(waits) == (f"the host: {cause}", remedy), "a full stop is no part of either"
 
 
 @pytest.mark.parametrize("remedy", [
@@ -411,8 +359,7 @@ def test_each_kind_of_fault_is_named_in_a_small_terminal_with_its_own_remedy(
 ])  # fmt: skip
 def test_what_the_host_may_do_is_shown_whole_where_a_cause_is_cropped(snapshot: RunStatus, remedy: str) -> None:
     cause = f"the host: the last 40 groups have no signal: {'the tasks of 40 of them can never begin; ' * 9}"
-    waits = as_called(f"{cause}. {remedy}", Path("/srv/runs/wordle"))
-    status = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits)
+    status = paused(snapshot, cause, as_called(remedy, Path("/srv/runs/wordle")))
     for width, height in ((80, 24), (120, 40)):
         lines = lines_of(replace(snapshot, status=status), width, height)
         text = re.sub(r"\s+", " ", " ".join(line.strip("│ ") for line in lines))

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -29,25 +30,25 @@ from rich.console import Console
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, PeerError, StateError
 from shoal.launch.run_lock import locked
+from shoal.ledger.event_types import make_entry
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.registry import make_entry
-from shoal.ledger.run import RulesChanged
-from shoal.metrics import MAX_NUMBER
-from shoal.net.client import Client
+from shoal.ledger.run_events import RulesChanged
+from shoal.net.client import Client, Timing
 from shoal.net.safe_http import SHOAL
 from shoal.protocol.constants import MAX_NODES, MAX_STANDING_ALARMS
 from shoal.protocol.messages import NodeState, StandingAlarm, Status
 from shoal.run_folder import RunFolder
-from shoal.runs.conversation import NewestSample, Samples
-from shoal.runs.replay import open_run
+from shoal.runs.remote_status import PAGES_AT_ONCE, RemoteRun, cleaned_node, cleaned_status, decoded_line
+from shoal.runs.rollout_samples import NewestSample, Samples
+from shoal.runs.run_reader import open_run
 from shoal.runs.run_status import RunStatus, SampleConversation
-from shoal.runs.url_status import PAGES_AT_ONCE, RemoteRun, cleaned_node, cleaned_status, decoded_line
+from shoal.step_metrics import MAX_NUMBER
 from shoal.views.terminal.keyboard import Keyboard
 from shoal.views.terminal.live_view import LiveView, plain, render
 from shoal.views.terminal.watch_command import FolderWatch, _Log, follow, watch
-from tests.roles.in_memory_run import Town, tiny_run
-from tests.runs.test_replay import append
+from tests.roles.testbed import RunTestbed, tiny_run
+from tests.runs.test_run_reader import append
 
 Host = Callable[[httpx.Request], httpx.Response]
 
@@ -62,7 +63,7 @@ def remote(host: Host, monotonic: Callable[[], float] = lambda: 0.0, nodes_every
         pass
 
     return RemoteRun(
-        Client("http://host", transport=httpx.MockTransport(host), sleep=no_pause),
+        Client("http://host", transport=httpx.MockTransport(host), timing=Timing(sleep=no_pause)),
         monotonic,
         nodes_every_s=nodes_every_s,
     )
@@ -75,6 +76,22 @@ def looked(run: RemoteRun, times: int = 1) -> RunStatus:
         return snapshot
 
     return asyncio.run(looks())
+
+
+def terminal(**options: Any) -> Console:
+    return Console(file=io.StringIO(), **{"width": 80, **options})
+
+
+def text_of(console: Console) -> str:
+    """What the terminal was sent."""
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def watched(root: Path, **options: Any) -> tuple[int, str]:
+    """The exit code of one look at a folder, and what it says, in one line."""
+    code = watch(str(root), console := terminal(**options), once=True)
+    return code, re.sub(r"[\s│]+", " ", text_of(console))
 
 
 def host_of(snapshot: RunStatus, lines: bytes = b"") -> Host:
@@ -101,9 +118,8 @@ def test_from_a_url_anyone_sees_status_workers_and_figures(snapshot: RunStatus) 
     assert seen.sample is None
     assert "env_faults=111" in plain(seen)
     assert "steps_took=1m14s" in plain(seen) and "elapsed" not in plain(seen), "nobody else knows when it began"
-    console = Console(file=io.StringIO(), width=80, color_system=None)
-    console.print(render(seen))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    (console := terminal(color_system=None)).print(render(seen))
+    text = text_of(console)
     for point in ("step 37/90", "sampling 40x", "quarantined", "0.48", "waiting 8 s for workers"):
         assert point in text, point
 
@@ -144,8 +160,8 @@ def test_a_host_that_refuses_once_is_asked_again(snapshot: RunStatus) -> None:
 
 
 def test_figures_of_a_host_fill_no_memory(snapshot: RunStatus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.runs.url_status.MOST_VALUES", 500)
-    monkeypatch.setattr("shoal.runs.url_status.MOST_NAMES", 30)
+    monkeypatch.setattr("shoal.runs.remote_status.MOST_VALUES", 500)
+    monkeypatch.setattr("shoal.runs.remote_status.MOST_NAMES", 30)
     labels = {f"solve_rate/{i}": 0.5 for i in range(100)} | {f"env_metric/{i}": 1.0 for i in range(50)}
     lines = b"".join(msgspec.json.encode({"step": i, "loss": 1.0} | labels) + b"\n" for i in range(100))
     seen = looked(remote(host_of(snapshot, lines)), times=3)
@@ -165,17 +181,6 @@ def test_a_host_that_goes_away_after_the_end_is_no_trouble(snapshot: RunStatus) 
     looked(run)
     away[0] = True
     assert looked(run).notice == "the run has ended, and its host no longer answers"
-
-
-EVIL_LINES = [
-    b"", b"[]", b"{}", b'{"step": true}', b'{"step": -1}', b'{"step": "1"}', b'{"step": 1.5}', b"\xff\xfe", b"{" * 9999,
-    b'{"step": 1' + b"0" * 4000 + b"}", b'{"step": 1, "loss": ' + b"[" * 9999 + b"]" * 9999 + b"}",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("line", EVIL_LINES)
-def test_a_line_without_a_step_is_not_a_line(line: bytes) -> None:
-    assert decoded_line(line) is None
 
 
 def test_only_finite_figures_of_known_names_are_kept_of_a_line() -> None:
@@ -238,18 +243,6 @@ def test_a_list_of_nodes_without_end_is_left_when_nothing_new_comes(snapshot: Ru
     assert len(looked(remote(endless)).nodes) == MAX_NODES and len(asked) == 2
 
 
-def test_the_first_node_to_look_need_not_wait_to_see_itself(snapshot: RunStatus) -> None:
-    now, known = [0.0], [replace(snapshot, nodes=())]
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        return host_of(known[0])(request)
-
-    run = remote(answer, lambda: now[0], nodes_every_s=60.0)
-    assert not looked(run).nodes
-    now[0], known[0] = 5.0, snapshot
-    assert looked(run).nodes == snapshot.nodes
-
-
 def test_texts_and_numbers_of_a_hostile_host_are_cut() -> None:
     huge = 10**300
     status = cleaned_status(
@@ -266,9 +259,8 @@ def test_texts_and_numbers_of_a_hostile_host_are_cut() -> None:
     )
     assert node.credits == MAX_NUMBER and node.refused == 0 and node.influence == 0.0
     snapshot = RunStatus("x", "x", status.steps, status=status, nodes=(node,))
-    console = Console(file=io.StringIO(), width=80, height=24, color_system=None)
-    console.print(render(snapshot, 24))
-    assert {cell_len(line) for line in console.file.getvalue().splitlines()} == {80}  # type: ignore[attr-defined]
+    (console := terminal(height=24, color_system=None)).print(render(snapshot, 24))
+    assert {cell_len(line) for line in text_of(console).splitlines()} == {80}
     assert plain(snapshot)
 
 
@@ -277,36 +269,39 @@ def test_texts_and_numbers_of_a_hostile_host_are_cut() -> None:
 
 @pytest.mark.parametrize("cause", [f"{FAULTS}words fails on 4 of its newest 9 rollouts: KeyError", ""])
 def test_a_paused_run_that_nobody_hosts_says_both_and_why(tmp_path: Path, cause: str) -> None:
-    town = Town(tmp_path / "run", tiny_run())
-    with open_run(town.folder.root) as run:
+    testbed = RunTestbed(tmp_path / "run", tiny_run())
+    with open_run(testbed.folder.root) as run:
         run.catch_up()
         entry = make_entry(run.state.seq + 1, run.state.time, RulesChanged(phase="paused", cause=cause), run.state.head)
-    append(town.folder.root, [entry])
-    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
-    watch(str(town.folder.root), console, once=True)
-    shown = re.sub(r"[\s│]+", " ", console.file.getvalue())  # type: ignore[attr-defined]
+    append(testbed.folder.root, [entry])
+    _, shown = watched(testbed.folder.root, height=24, force_terminal=True, color_system=None)
     assert "nobody hosts this run now" in shown and "It is paused" in shown and cause in shown
-    assert "once its host is started again" in shown and (FAULT_REMEDY in shown) == bool(cause)
+    assert ("Start its host again" in shown) == (FAULT_REMEDY in shown) == bool(cause)
 
 
 @pytest.mark.parametrize("remedy", ["Start more workers", ""])
 def test_a_look_at_a_run_says_each_alarm_that_stands(tmp_path: Path, remedy: str) -> None:
-    town = Town(tmp_path / "run", tiny_run())
+    testbed = RunTestbed(tmp_path / "run", tiny_run())
     starved = Alarm("starved", "warning", 3, 3, "workers: w1 silent", remedy)
     for alarm in (starved, msgspec.structs.replace(starved, cause="disk", severity="critical")):
-        AlarmsLog(town.folder.alarms).write("raised", alarm, 0.0)
-    watch(str(town.folder.root), console := Console(file=io.StringIO(), width=80), once=True)
-    lines = [line for line in console.file.getvalue().splitlines() if line.startswith("ALARM")]  # type: ignore[attr-defined]
+        AlarmsLog(testbed.folder.alarms).write("raised", alarm, 0.0)
+    watch(str(testbed.folder.root), console := terminal(), once=True)
+    lines = [line for line in text_of(console).splitlines() if line.startswith("ALARM")]
     assert [line.split()[1] for line in lines] == ["starved", "disk"]
     assert lines[1].endswith(f"silent. {remedy}" if remedy else "silent")
 
 
 def test_a_look_at_a_paused_run_says_why_and_what_to_do_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    town = Town(tmp_path / "run", tiny_run())
+    testbed = RunTestbed(tmp_path / "run", tiny_run())
     cause = f"{FAULTS}words fails on 4 of its newest 9 rollouts: KeyError"
-    seen = asyncio.run(FolderWatch(town.folder.root).look())
+    seen = asyncio.run(FolderWatch(testbed.folder.root).look())
     status = msgspec.structs.replace(
-        seen.status, phase="paused", pause_cause=cause, waiting_for=f"the host: {cause}. {FAULT_REMEDY}", waiting_s=2.0
+        seen.status,
+        phase="paused",
+        pause_cause=cause,
+        waiting_for=f"the host: {cause}",
+        remedy=FAULT_REMEDY,
+        waiting_s=2.0,
     )
     paused = replace(seen, status=status, notice="")
 
@@ -314,14 +309,11 @@ def test_a_look_at_a_paused_run_says_why_and_what_to_do_whole(monkeypatch: pytes
         return paused
 
     monkeypatch.setattr(FolderWatch, "look", look)
-    console = Console(file=io.StringIO(), width=80)
-    watch(str(town.folder.root), console, once=True)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"paused for 2s, and waits for the host: {cause}. {FAULT_REMEDY}" in said
+    assert f"paused for 2s, and waits for the host: {cause}. {FAULT_REMEDY}" in watched(testbed.folder.root)[1]
 
 
 def test_a_folder_that_nobody_hosts_is_shown_and_left_as_it_was(tmp_path: Path) -> None:
-    town = Town(tmp_path / "run", tiny_run())  # kept, so that its store is not closed meanwhile
+    testbed = RunTestbed(tmp_path / "run", tiny_run())  # kept, so that its store is not closed meanwhile
 
     def files() -> dict[str, tuple[int, float]]:
         return {str(p): (p.stat().st_size, p.stat().st_mtime) for p in (tmp_path / "run").rglob("*") if p.is_file()}
@@ -329,18 +321,16 @@ def test_a_folder_that_nobody_hosts_is_shown_and_left_as_it_was(tmp_path: Path) 
     before = files()
     seen = asyncio.run(FolderWatch(tmp_path / "run").look())
     assert seen.status.phase == "not hosted" and "nobody hosts this run" in seen.notice and seen.steps == 3
-    console = Console(file=io.StringIO(), width=80)
-    watch(str(tmp_path / "run"), console, once=True)
-    assert "step 0/3" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert files() == before and town
+    assert "step 0/3" in watched(tmp_path / "run")[1]
+    assert files() == before and testbed
 
 
 def test_of_a_folder_that_nobody_hosts_the_log_says_who_did_what_and_the_last_conversation_is_shown(
     tmp_path: Path,
 ) -> None:
-    town = Town(tmp_path / "run", tiny_run(steps=1, storage={"retain": "all"}))
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
-    watched = FolderWatch(town.folder.root)
+    testbed = RunTestbed(tmp_path / "run", tiny_run(steps=1, storage={"retain": "all"}))
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("honest")))
+    watched = FolderWatch(testbed.folder.root)
     seen = asyncio.run(watched.look())
     assert [(node.name, node.accepted > 0) for node in seen.nodes if node.role == "worker"] == [("honest", True)]
     assert seen.status.version >= 0 and seen.status.accepted > 0
@@ -350,41 +340,23 @@ def test_of_a_folder_that_nobody_hosts_the_log_says_who_did_what_and_the_last_co
 
 
 def test_a_host_whose_coordinator_does_not_answer_is_said_to_be_silent(tmp_path: Path) -> None:
-    town = Town(tmp_path / "run", tiny_run())
-    with socket.socket() as mute, locked(town.folder.root):
+    testbed = RunTestbed(tmp_path / "run", tiny_run())
+    with socket.socket() as mute, locked(testbed.folder.root):
         mute.bind(("127.0.0.1", 0))
         port = mute.getsockname()[1]
-        town.folder.address.write_text(json.dumps({"url": "", "port": port, "pid": os.getpid()}))
-        seen = asyncio.run(FolderWatch(town.folder.root).look())
-        console = Console(file=io.StringIO(), width=80)
-        watch(str(town.folder.root), console, once=True)
-        said = console.file.getvalue()  # type: ignore[attr-defined]
+        testbed.folder.address.write_text(json.dumps({"url": "", "port": port, "pid": os.getpid()}))
+        seen = asyncio.run(FolderWatch(testbed.folder.root).look())
+        _, said = watched(testbed.folder.root)
         assert "the coordinator does not answer" in said and "coordinator.log" in said and "nobody hosts" not in said
         assert seen.status.phase == "silent", "a piped watch goes on"
-        town.folder.address.unlink()
-        assert "is starting the coordinator" in asyncio.run(FolderWatch(town.folder.root).look()).notice
-    assert "nobody hosts" in asyncio.run(FolderWatch(town.folder.root).look()).notice
-
-
-def test_once_waits_for_the_log_of_a_run_that_nobody_hosts(tmp_path: Path, monkeypatch, capsys) -> None:
-    folder, read = Town(tmp_path / "run", tiny_run()).folder, _Log._read
-
-    def slow(log: _Log, root: Path) -> None:
-        time.sleep(0.3)
-        read(log, root)
-
-    monkeypatch.setattr(_Log, "_read", slow)
-    monkeypatch.setattr("shoal.views.terminal.watch_command.LOG_WAIT_S", 0.0)
-    console = Console(file=io.StringIO(), width=100, height=30, force_terminal=True, color_system=None)
-    watch(str(folder.root), console, once=True)
-    assert "reading the log" in capsys.readouterr().err
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "Reading its log" not in text and "nobody hosts this run now" in text
+        testbed.folder.address.unlink()
+        assert "is starting the coordinator" in asyncio.run(FolderWatch(testbed.folder.root).look()).notice
+    assert "nobody hosts" in asyncio.run(FolderWatch(testbed.folder.root).look()).notice
 
 
 @pytest.mark.parametrize("once", [True, False])
 def test_a_broken_log_is_told_and_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
-    folder, read = Town(tmp_path / "run", tiny_run()).folder, _Log._read
+    folder, read = RunTestbed(tmp_path / "run", tiny_run()).folder, _Log._read
     with contextlib.closing(sqlite3.connect(folder.log)) as log:
         log.execute("UPDATE events SET hash = ?", ("0" * 64,))
         log.commit()
@@ -395,37 +367,33 @@ def test_a_broken_log_is_told_and_is_an_exit_code(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(_Log, "_read", slow)
     monkeypatch.setattr("shoal.views.terminal.watch_command.LOG_WAIT_S", 0.0)
-    console = Console(file=io.StringIO(), width=80)
+    console = terminal()
     assert watch(str(folder.root), console, once=once) == EXIT_NO
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+    said = text_of(console)
     assert "Its log cannot be read: the log is broken at event 0" in said and "accepted=" not in said
     monkeypatch.undo()
-    picture = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
-    picture.print(render(asyncio.run(FolderWatch(folder.root).look()), 24))
-    shown = re.sub(r"[\s│]+", " ", picture.file.getvalue())  # type: ignore[attr-defined]
+    _, shown = watched(folder.root, height=24, force_terminal=True, color_system=None)
     assert "It was edited or damaged; restore it from a copy. Nobody hosts this run now" in shown
     assert not any(text in shown for text in ("policy v", "no worker has joined", "in flight"))
 
 
 def test_a_log_that_ends_before_the_trainers_state_is_told(tmp_path: Path) -> None:
-    folder = Town(tmp_path / "run", tiny_run()).folder
+    folder = RunTestbed(tmp_path / "run", tiny_run()).folder
     for version, code in ((0, EXIT_DONE), (7, EXIT_NO)):
         (folder.trainer / f"v{version:06d}").mkdir(parents=True)
-        console = Console(file=io.StringIO(), width=80)
-        assert watch(str(folder.root), console, once=True) == code
-        said = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+        found, said = watched(folder.root)
+        assert found == code
         assert ("has reached version 7, and log.sqlite has no version" in said) == (code == EXIT_NO)
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_log_that_was_deleted_is_told_and_not_made_again(tmp_path: Path, terminal: bool) -> None:
-    folder = Town(tmp_path / "run", tiny_run()).folder
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_log_that_was_deleted_is_told_and_not_made_again(tmp_path: Path, is_terminal: bool) -> None:
+    folder = RunTestbed(tmp_path / "run", tiny_run()).folder
     folder.trainer.mkdir()
     for file in folder.root.glob("log.sqlite*"):
         file.unlink()
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=terminal)
-    assert watch(str(folder.root), console, once=True) == EXIT_USER_ERROR
-    said = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    code, said = watched(folder.root, height=30, force_terminal=is_terminal)
+    assert code == EXIT_USER_ERROR
     assert "is missing or empty, though the run has begun" in said and "accepted=" not in said
     with pytest.raises(StateError, match="there is no log"):
         Store(sqlite_url(folder.log), read_only=True).newest()
@@ -433,7 +401,7 @@ def test_a_log_that_was_deleted_is_told_and_not_made_again(tmp_path: Path, termi
 
 
 def test_a_folder_shows_the_alarms_that_stand(tmp_path: Path) -> None:
-    folder = Town(tmp_path / "run", tiny_run()).folder
+    folder = RunTestbed(tmp_path / "run", tiny_run()).folder
     alarm = Alarm("drift", "critical", 1, 1, "the log ratio is 0.9 nats", "Lower train.lr")
     AlarmsLog(folder.alarms).write("raised", alarm, 0.0)
     assert asyncio.run(FolderWatch(folder.root).look()).alarms == [alarm]
@@ -446,7 +414,7 @@ def test_a_folder_shows_the_alarms_that_stand(tmp_path: Path) -> None:
 
 
 def test_files_of_a_strangers_folder_are_cleaned_and_stop_no_view(tmp_path: Path) -> None:
-    folder = Town(tmp_path / "run", tiny_run()).folder
+    folder = RunTestbed(tmp_path / "run", tiny_run()).folder
     bad = {
         "step": 1,
         "reward_all_mean": "x",
@@ -466,9 +434,8 @@ def test_files_of_a_strangers_folder_are_cleaned_and_stop_no_view(tmp_path: Path
     AlarmsLog(folder.alarms).write("raised", Alarm("\x1b[2J", "critical", 1, 1, "\x1b[2J", ""), 0.0)
     seen = asyncio.run(FolderWatch(folder.root).look())
     assert seen.series("reward_all_mean") == [0.25] and seen.metrics[-1]["staleness_rollouts"] == {"1": 2}
-    console = Console(file=io.StringIO(), width=80, height=24, color_system=None)
-    console.print(render(seen, 24))
-    assert {cell_len(line) for line in console.file.getvalue().splitlines()} == {80}  # type: ignore[attr-defined]
+    (console := terminal(height=24, color_system=None)).print(render(seen, 24))
+    assert {cell_len(line) for line in text_of(console).splitlines()} == {80}
     assert plain(seen).isprintable()
 
 
@@ -520,7 +487,7 @@ def test_a_terminal_that_is_gone_gives_no_more_keys() -> None:
     os.close(theirs)
 
 
-@pytest.mark.parametrize("key", ["q", "Q", "xyzq"])
+@pytest.mark.parametrize("key", ["Q", "xyzq"])
 def test_q_leaves(snapshot: RunStatus, key: str) -> None:
     view = LiveView(Console(file=io.StringIO()))
     left = iter(["", "p", key, "not asked for"])
@@ -571,7 +538,7 @@ def resize(terminal: int, columns: int, lines: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("leave", ["q", "ctrl-c"])
 def test_it_follows_the_size_of_the_terminal_and_gives_it_back(tmp_path: Path, leave: str) -> None:
-    Town(tmp_path / "run", tiny_run())
+    RunTestbed(tmp_path / "run", tiny_run())
     terminal, inside = pty.openpty()
     resize(terminal, 80, 24)
     before = termios.tcgetattr(inside)

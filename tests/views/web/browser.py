@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from shoal.views.web.app import page_app
-from shoal.views.web.serve import server_of
+from shoal.views.web.page_server import server_of
 
 NEEDS = "needs a browser: make browser"
 sync_api = pytest.importorskip("playwright.sync_api", reason=NEEDS)
@@ -29,10 +29,10 @@ needs_browser = pytest.mark.skipif(not CHROMIUM, reason=NEEDS)
 
 
 @contextlib.contextmanager
-def served(shelf, port=0):
-    """The address of the runs of a shelf, which is answered until the context ends."""
+def served(served_runs, port=0):
+    """The address of some runs, which is answered until the context ends."""
     listener = socket.create_server(("127.0.0.1", port))
-    server = server_of(page_app(shelf, TOKEN))
+    server = server_of(page_app(served_runs, TOKEN))
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
     thread.start()
     try:

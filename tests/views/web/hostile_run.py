@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 from urllib.parse import urlencode
 
-from shoal.metrics import METRICS
-from shoal.views.web.page_runs import PageRuns
+from shoal.step_metrics import METRICS
+from shoal.views.web.served_runs import ServedRuns
 
 HOSTILE = [
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</title><script>alert(1)</script>",
@@ -21,12 +21,12 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def hostile_shelf(root, index, monkeypatch):
+def hostile_runs(root, index, monkeypatch):
     """A page whose run says hostile things wherever strangers may say something."""
-    shelf = PageRuns(index, [str(root)])
-    while shelf.step():
+    served_runs = ServedRuns(index, [str(root)])
+    while served_runs.step():
         pass
-    db = shelf.runs[0].builder._db
+    db = served_runs.runs[0].builder._db
     for table, column, key in (
         ("nodes", "name", "key"), ("nodes", "last_reason", "key"), ("nodes", "device", "key"), ("refusals", "reason",
         "seq"),
@@ -50,9 +50,9 @@ def hostile_shelf(root, index, monkeypatch):
         )
     _say_in_tables_and_judgements(db, words)
     db.execute("UPDATE runs SET name = ?", (HOSTILE[2],))
-    shelf.runs[0].trouble = words[0]
-    monkeypatch.setattr(shelf, "group", _hostile_groups(shelf.group))
-    return shelf
+    served_runs.runs[0].trouble = words[0]
+    monkeypatch.setattr(served_runs, "group", _hostile_groups(served_runs.group))
+    return served_runs
 
 
 def _say_in_tables_and_judgements(db, words):
@@ -97,9 +97,9 @@ def _hostile_groups(of_run):
     return group
 
 
-def hostile_addresses(shelf):
+def hostile_addresses(served_runs):
     """Every view of such a page, also with hostile words in its address."""
-    look = shelf.look()
+    look = served_runs.look()
     groups = look.rows("SELECT id, env, task, version, slot FROM groups WHERE public = 1 LIMIT 3")
     one = groups[0]
     views = ["", "figures", "nodes", "validators", "refusals", "versions", "log", "log?after=30", "alarms", "groups",

@@ -70,7 +70,7 @@ def one_place(monkeypatch):
 def test_who_is_turned_away_shortens_the_oldest_download_to_its_turn(monkeypatch, caplog):
     monkeypatch.setattr(csv_export, "TURN_S", 0.5)
 
-    async def story():
+    async def scenario():
         async with table() as port:
             first = await asked(port)
             await asyncio.sleep(0.6)
@@ -84,33 +84,33 @@ def test_who_is_turned_away_shortens_the_oldest_download_to_its_turn(monkeypatch
             assert 0.4 < asyncio.get_running_loop().time() - begun < 5.0, "refused within its turn, it has the turn"
             assert await reading
 
-    run(story())
+    run(scenario())
     assert "took too long" in caplog.text
 
 
 def test_who_is_turned_away_is_told_when_there_is_a_place(monkeypatch):
-    monkeypatch.setattr(csv_export, "TURN_S", 1.5)
+    monkeypatch.setattr(csv_export, "TURN_S", 1.1)
 
-    async def story():
+    async def scenario():
         async with table() as port:
             stalled, turned_away = await asked(port), await asked(port)
             head = (await turned_away.reader.readuntil(b"\r\n\r\n")).decode()
             assert (stalled.status, turned_away.status) == (200, 503) and "retry-after: 2\r\n" in head
-            await asyncio.sleep(2)
+            await asyncio.sleep(1.3)
             assert (await asked(port)).status == 200
             assert await stalled.is_cut_off()
 
-    run(story())
+    run(scenario())
 
 
 def test_no_download_lasts_for_ever(monkeypatch):
-    monkeypatch.setattr(csv_export, "MOST_S", 0.5)
+    monkeypatch.setattr(csv_export, "MOST_S", 0.2)
 
-    async def story():
+    async def scenario():
         async with table() as port:
             assert await (await asked(port)).is_cut_off()
 
-    run(story())
+    run(scenario())
 
 
 def test_a_download_without_a_first_line_in_time_is_told_so(monkeypatch):
@@ -120,44 +120,44 @@ def test_a_download_without_a_first_line_in_time_is_told_so(monkeypatch):
         time.sleep(0.5)
         yield LINE
 
-    async def story():
+    async def scenario():
         route = Route("/table.csv", lambda _: Download(slow(), Places(), {}))
         async with serving(Starlette(routes=[route]), ServerLimits()) as port:
             assert (await asked(port)).status == 503
 
-    run(story())
+    run(scenario())
 
 
 def test_a_reader_that_takes_nothing_loses_place_and_connection():
-    async def story():
+    async def scenario():
         async with table(stall_s=0.3) as port:
             stalled = await asked(port)
             assert (await asked(port)).status == 503
             await asked_again(port)
             assert await stalled.is_cut_off()
 
-    run(story())
+    run(scenario())
 
 
 def test_a_reader_that_is_slow_gets_the_whole_table():
-    async def story():
-        async with table(20_000, stall_s=1.0) as port:
+    async def scenario():
+        async with table(20_000, stall_s=0.6) as port:
             slow, begun = await asked(port), asyncio.get_running_loop().time()
             for _ in range(8):
                 await slow.takes(2_000_000)
-                await asyncio.sleep(0.4)
-            assert asyncio.get_running_loop().time() - begun > 3.0
+                await asyncio.sleep(0.2)
+            assert asyncio.get_running_loop().time() - begun > 1.5
             assert not await slow.is_cut_off()
 
-    run(story())
+    run(scenario())
 
 
 def test_a_reader_that_leaves_gives_its_place_back():
-    async def story():
+    async def scenario():
         async with table() as port:
             left = await asked(port)
             assert (await asked(port)).status == 503
             left.writer.close()
             assert (await asked_again(port)).status == 200
 
-    run(story())
+    run(scenario())

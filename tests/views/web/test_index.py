@@ -11,25 +11,25 @@ from msgspec.structs import replace
 
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import Overreach, PeerError, StateError
+from shoal.ledger.event_types import make_entry
 from shoal.ledger.lease_sizing import usual_pace_s
 from shoal.ledger.log.check import verify
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.pay import Credit
-from shoal.ledger.registry import make_entry
 from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import VerdictGiven
 from shoal.ledger.versions import CheckpointPublished
 from shoal.protocol.messages import Measured
-from shoal.runs.replay import Replaced, RunReader, open_run
-from shoal.runs.tables import rows_of
+from shoal.runs.csv_tables import rows_of
+from shoal.runs.run_reader import Replaced, RunReader, open_run
 from shoal.views.web.index import insert_rows
 from shoal.views.web.index.build import Builder
 from shoal.views.web.index.group_queries import GroupFilter, filters, group, groups, number_of, same_task
 from shoal.views.web.index.insert_rows import MetricsIndex
-from shoal.views.web.index.queries import IndexQueries
+from shoal.views.web.index.queries import IndexQueries, RefusalFilter
 from shoal.views.web.index.schema import NAMES, SIDECARS, open_to_read, open_to_write
-from tests.roles.in_memory_run import URL
-from tests.runs.test_replay import append, grown, other
+from tests.roles.testbed import URL
+from tests.runs.test_run_reader import append, grown, other
 
 
 def built(path, where, *, transport=None, private=False):
@@ -51,8 +51,8 @@ def contents(path, but=("conditions",)):
 
 
 @pytest.fixture(scope="module")
-def index(town, tmp_path_factory):
-    return built(tmp_path_factory.mktemp("index") / "index.sqlite", town.folder.root)
+def index(testbed, tmp_path_factory):
+    return built(tmp_path_factory.mktemp("index") / "index.sqlite", testbed.folder.root)
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def look(index):
 
 
 @pytest.fixture(scope="module")
-def run(town):
-    with open_run(town.folder.root) as reading:
+def run(testbed):
+    with open_run(testbed.folder.root) as reading:
         reading.catch_up()
         yield reading
 
@@ -80,18 +80,12 @@ def test_the_overview_has_the_figures_of_log_metrics_and_evaluations(look, run):
     assert found["texts"] == [{"state": "done", "bodies": len(run.state.submissions)}]
 
 
-def test_series_are_smoothed_and_thinned_here(tmp_path):
-    root = tmp_path / "run"
-    root.mkdir()
-    (root / "run.json").write_text("{}")
-    lines = [f'{{"step": {step}, "loss": {step % 2}.0, "gone": null}}' for step in range(1000)]
-    (root / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+def test_series_are_smoothed_and_thinned_here(folder_with_metrics, tmp_path):
+    root = folder_with_metrics(*({"step": step, "loss": float(step % 2), "gone": None} for step in range(1000)))
     asked = IndexQueries(built(tmp_path / "index.sqlite", root))
-    whole = asked.series(1, "loss", points=1000)
-    assert [row["value"] for row in whole[:4]] == [0, 1, 0, 1] and asked.names(1) == ["loss", "step"]
-    few = asked.series(1, "loss", points=10, smooth=0.99)
-    assert len(few) == 10 and few[-1]["step"] == 999 and {(row["low"], row["high"]) for row in few} == {(0.0, 1.0)}
-    assert abs(few[-1]["value"] - 0.5) < 0.02 and asked.series(1, "loss", after=997)[0]["step"] == 998
+    assert [row["value"] for row in asked.series(1, "loss")[:4]] == [0, 1, 0, 1] and asked.names(1) == ["loss", "step"]
+    few = asked.series(1, "loss", smooth=0.99, wide=100)
+    assert len(few) == 10 and few[-1]["step"] == 999 and abs(few[-1]["value"] - 0.5) < 0.02
     assert asked.series(1, "nonsense") == []
     asked.close()
 
@@ -118,28 +112,12 @@ def test_a_slow_node_is_told_by_the_pace_that_the_log_shows(look, run):
     assert look.usual_pace_s(1) == usual_pace_s(run.state) > 0
 
 
-def test_a_node_keeps_its_rank_among_its_peers_whatever_is_searched_for(look, run):
-    cheater = next(node for node in run.nodes() if node.name == "cheater")
-    [found] = look.nodes(1, search=cheater.key[:12])["rows"]
-    assert found["rank"] == look.node(1, cheater.key)["rank"] == 2
-    assert [row["rank"] for row in look.nodes(1, by="refused", search="cheater")["rows"]] == [1]
-    assert look.nodes(1, limit=1, after=1)["rows"][0]["rank"] == look.nodes(1)["rows"][1]["rank"]
-    trainers = look.nodes(1, role="trainer")["rows"]
-    assert [row["rank"] for row in trainers] == [1] and trainers[0]["key"] in {r["key"] for r in look.nodes(1)["rows"]}
-
-
 def test_refusals_are_counted_by_reason_and_listed_with_what_became_of_them(look, run):
     rows = rows_of(run, "refusals")
     counts = look.refusal_counts(1)
     assert sum(row["groups"] for row in counts) == len(rows) and {row["check"] for row in counts} == {"sampling"}
-    found, after = [], None
-    while True:
-        page = look.refusals(1, check="sampling", after=after, limit=3)
-        found += page["rows"]
-        if (after := page["next"]) is None:
-            break
-    assert sorted((row["seq"], row["slot"]) for row in found) == sorted((row["seq"], row["slot"]) for row in rows)
-    assert {row["status"] for row in found} == {"refused"} and look.refusals(1, check="other")["rows"] == []
+    found = look.refusals(1, RefusalFilter("sampling"))["rows"]
+    assert {row["status"] for row in found} == {"refused"} and look.refusals(1, RefusalFilter("other"))["rows"] == []
 
 
 def test_validators_are_listed_with_where_they_differ(look, run):
@@ -223,7 +201,7 @@ def test_groups_are_filtered_and_paged_and_found_by_their_words(look, run):
     found = groups(look, 1, GroupFilter(text=text))["rows"]
     assert one["id"] in [row["id"] for row in found] and all(row["excerpt"] for row in found)
     assert groups(look, 1, GroupFilter(text='zzz" OR text : "'))["rows"] == []
-    assert number_of(look, 1, digest=one["digest"]) == number_of(look, 1, version=0, slot=one["slot"]) == one["id"]
+    assert number_of(look, 1, version=0, slot=one["slot"]) == one["id"]
     assert one["id"] in [row["id"] for row in same_task(look, 1, one["env"], one["task"])]
     assert filters(look, 1)["envs"][0]["env"] == "arithmetic"
 
@@ -237,24 +215,23 @@ def test_groups_of_a_step_and_steps_of_a_worker_are_found_without_a_look_at_all_
     assert len(plans) == 2 and not [row for plan in plans for row in plan if "(run=?)" in row or "status=?" in row]
 
 
-def test_an_index_of_the_url_holds_the_same(index, town, tmp_path):
-    far = built(tmp_path / "far.sqlite", URL, transport=httpx.ASGITransport(town.app))
+def test_an_index_of_the_url_holds_the_same(index, testbed, tmp_path):
+    far = built(tmp_path / "far.sqlite", URL, transport=httpx.ASGITransport(testbed.app))
     assert contents(far, ("conditions", "heldout")) == contents(index, ("conditions", "heldout"))
 
 
-@pytest.mark.parametrize("events", [7, 64])
-def test_the_size_of_a_page_changes_nothing(index, town, tmp_path, monkeypatch, events):
-    monkeypatch.setattr("shoal.runs.public_run.MAX_EVENTS", events)
-    assert contents(built(tmp_path / "paged.sqlite", town.folder.root)) == contents(index)
+def test_the_size_of_a_page_changes_nothing(index, testbed, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.runs.log_source.MAX_EVENTS", 7)
+    assert contents(built(tmp_path / "paged.sqlite", testbed.folder.root)) == contents(index)
 
 
 class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("writes", [3, 40, 100])
-def test_a_builder_that_is_killed_goes_on_to_the_same_index(index, town, tmp_path, monkeypatch, writes):
-    monkeypatch.setattr("shoal.runs.public_run.MAX_EVENTS", 50)
+@pytest.mark.parametrize("writes", [3, 100])
+def test_a_builder_that_is_killed_goes_on_to_the_same_index(index, testbed, tmp_path, monkeypatch, writes):
+    monkeypatch.setattr("shoal.runs.log_source.MAX_EVENTS", 50)
     path, left, put = tmp_path / "killed.sqlite", [writes], Builder._put
 
     def put_until(builder, table, values):
@@ -266,13 +243,13 @@ def test_a_builder_that_is_killed_goes_on_to_the_same_index(index, town, tmp_pat
     monkeypatch.setattr(Builder, "_put", put_until)
     for left[0] in (writes, 30):
         with pytest.raises(Killed):
-            built(path, town.folder.root)
-    assert contents(built(path, town.folder.root)) == contents(index)
+            built(path, testbed.folder.root)
+    assert contents(built(path, testbed.folder.root)) == contents(index)
 
 
 @pytest.mark.parametrize(("owner", "name"), [(insert_rows, "_rows"), (MetricsIndex, "_name")])
 def test_a_builder_that_is_killed_while_it_reads_bodies_or_metrics_goes_on(
-    index, town, tmp_path, monkeypatch, owner, name
+    index, testbed, tmp_path, monkeypatch, owner, name
 ):
     path, calls, goes_on = tmp_path / "killed.sqlite", [], getattr(owner, name)
 
@@ -284,24 +261,12 @@ def test_a_builder_that_is_killed_while_it_reads_bodies_or_metrics_goes_on(
 
     monkeypatch.setattr(owner, name, until)
     with pytest.raises(Killed):
-        built(path, town.folder.root)
-    assert contents(built(path, town.folder.root)) == contents(index)
+        built(path, testbed.folder.root)
+    assert contents(built(path, testbed.folder.root)) == contents(index)
 
 
-def test_a_log_that_grows_between_starts_gives_the_same(index, town, tmp_path):
-    entries = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries
-    copy = tmp_path / "run"
-    shutil.copytree(town.folder.root, copy, ignore=shutil.ignore_patterns("log.sqlite*"))
-    path, start = tmp_path / "index.sqlite", 0
-    for end in (5, 30, 31, 77, len(entries)):
-        append(copy, entries[start:end])
-        built(path, copy)
-        start = end
-    assert contents(path, ("conditions", "heldout")) == contents(index, ("conditions", "heldout"))
-
-
-def test_a_run_that_was_replaced_or_set_back_is_indexed_anew(town, tmp_path):
-    entries = list(verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries)
+def test_a_run_that_was_replaced_or_set_back_is_indexed_anew(testbed, tmp_path):
+    entries = list(verify(Store(sqlite_url(testbed.folder.log), read_only=True).read()).entries)
     path, root = tmp_path / "index.sqlite", grown(tmp_path, entries[:60])
     built(path, root)
     grown(tmp_path, entries[:20])
@@ -317,33 +282,8 @@ def test_a_run_that_was_replaced_or_set_back_is_indexed_anew(town, tmp_path):
         builder.close()
 
 
-def test_a_builder_whose_url_fails_while_it_begins_again_goes_on_later(index, town, tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.views.web.index.build.PAGE", 10)
-    path, failing = tmp_path / "index.sqlite", [True]
-    built(path, grown(tmp_path, [other(verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries[0])]))
-    db = sqlite3.connect(path)
-    db.execute("UPDATE runs SET place = ?", (str(town.folder.root),))
-    db.commit()
-    with open_run(town.folder.root, clock=lambda: 1e9) as run:
-        events = run.events
-
-        def some(after=-1):
-            yield from (entry for entry in events(after) if not failing or entry.seq < 25)
-            if failing:
-                failing.clear()
-                raise PeerError("the line is cut")
-
-        monkeypatch.setattr(run, "events", some)
-        builder = Builder(path, run, clock=lambda: 1e9)
-        with pytest.raises(PeerError):
-            builder.build()
-        builder.build()
-        builder.close()
-    assert contents(path) == contents(index)
-
-
-def test_an_index_that_cannot_be_written_says_so(town, tmp_path):
-    with open_run(town.folder.root) as run:
+def test_an_index_that_cannot_be_written_says_so(testbed, tmp_path):
+    with open_run(testbed.folder.root) as run:
         builder = Builder(tmp_path / "index.sqlite", run)
         builder._db.execute("PRAGMA query_only=1")
         with pytest.raises(StateError, match="cannot be written"):
@@ -351,8 +291,8 @@ def test_an_index_that_cannot_be_written_says_so(town, tmp_path):
         builder.close()
 
 
-def test_events_that_fit_no_state_are_told_and_stop_no_thread(town, tmp_path, monkeypatch):
-    entries = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries
+def test_events_that_fit_no_state_are_told_and_stop_no_thread(testbed, tmp_path, monkeypatch):
+    entries = verify(Store(sqlite_url(testbed.folder.log), read_only=True).read()).entries
     sent = next(entry for entry in entries if isinstance(entry.body, SubmissionReceived))
     odd = make_entry(sent.seq, sent.time, replace(sent.body, lease="nobody"), sent.hash)
     path = built(tmp_path / "index.sqlite", grown(tmp_path, [other(entries[0])]))
@@ -365,8 +305,8 @@ def test_events_that_fit_no_state_are_told_and_stop_no_thread(town, tmp_path, mo
         builder.close()
 
 
-def test_a_body_that_asks_for_too_much_is_left_with_the_reason(town, tmp_path, monkeypatch):
-    with open_run(town.folder.root, clock=lambda: 1e9) as run:
+def test_a_body_that_asks_for_too_much_is_left_with_the_reason(testbed, tmp_path, monkeypatch):
+    with open_run(testbed.folder.root, clock=lambda: 1e9) as run:
         run.catch_up()
         name, read = next(iter(run.state.submissions)), RunReader.group
 
@@ -376,7 +316,7 @@ def test_a_body_that_asks_for_too_much_is_left_with_the_reason(town, tmp_path, m
             return read(reading, place, with_pieces)
 
         monkeypatch.setattr(RunReader, "group", group)
-        asked = IndexQueries(built(tmp_path / "index.sqlite", town.folder.root))
+        asked = IndexQueries(built(tmp_path / "index.sqlite", testbed.folder.root))
         gone = asked.rows("SELECT submission, why FROM bodies WHERE state = 'gone'")
         assert [(row["submission"], row["why"].partition(";")[0]) for row in gone] == [
             (name, "the tokenizer took too long")
@@ -387,8 +327,8 @@ def test_a_body_that_asks_for_too_much_is_left_with_the_reason(town, tmp_path, m
             rows_of(run, "rollouts")
 
 
-def test_two_runs_in_one_index_do_not_mix(index, town, copied, tmp_path):
-    path = built(tmp_path / "both.sqlite", town.folder.root)
+def test_two_runs_in_one_index_do_not_mix(index, testbed, copied, tmp_path):
+    path = built(tmp_path / "both.sqlite", testbed.folder.root)
     (copied / "metrics.jsonl").unlink()
     built(path, copied)
     asked = IndexQueries(path)
@@ -422,15 +362,15 @@ def test_alarms_of_a_folder_are_told_by_cause_node_and_step_the_open_ones_first(
     asked.close()
 
 
-def test_a_url_tells_alarms_by_their_cause_alone_and_what_it_stops_telling_was_cleared(town, tmp_path):
-    path, log = tmp_path / "index.sqlite", AlarmsLog(town.folder.alarms)
+def test_a_url_tells_alarms_by_their_cause_alone_and_what_it_stops_telling_was_cleared(testbed, tmp_path):
+    path, log = tmp_path / "index.sqlite", AlarmsLog(testbed.folder.alarms)
     alarms = [
         Alarm("stragglers", "warning", 3, 4, "A secret.", "Wait.", (), key) for key in ("ab" * 32, "cd" * 32)
     ] + [Alarm("disk", "critical", 5, 5, "Full.", "Delete.")]  # fmt: skip
     try:
         for alarm in alarms:
             log.write("raised", alarm, 1.0)
-        with open_run("http://host", transport=httpx.ASGITransport(town.app), clock=lambda: 1e9) as run:
+        with open_run("http://host", transport=httpx.ASGITransport(testbed.app), clock=lambda: 1e9) as run:
             now = iter([10.0, 20.0, 30.0])
             builder, asked = Builder(path, run, clock=lambda: next(now)), IndexQueries(path)
             builder.note_condition()
@@ -440,7 +380,7 @@ def test_a_url_tells_alarms_by_their_cause_alone_and_what_it_stops_telling_was_c
             then = asked.alarms(1)
             builder.close()
     finally:
-        town.folder.alarms.unlink()
+        testbed.folder.alarms.unlink()
     assert {(row["cause"], row["node"], row["since_step"], row["level"]) for row in first} == {
         ("stragglers", "", 3, "warning"), ("disk", "", 5, "critical"),
     }  # fmt: skip
@@ -456,8 +396,8 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_hostile_numbers_and_texts_are_stored_as_text(town, tmp_path, monkeypatch):
-    entries, rechained = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries, []
+def test_hostile_numbers_and_texts_are_stored_as_text(testbed, tmp_path, monkeypatch):
+    entries, rechained = verify(Store(sqlite_url(testbed.folder.log), read_only=True).read()).entries, []
     head, odd = "0" * 64, " ".join(HOSTILE)
     for entry in entries:
         body = entry.body
@@ -468,7 +408,7 @@ def test_hostile_numbers_and_texts_are_stored_as_text(town, tmp_path, monkeypatc
         rechained.append(make_entry(entry.seq, entry.time, body, head))
         head = rechained[-1].hash
     root = tmp_path / "run"
-    shutil.copytree(town.folder.root, root, ignore=shutil.ignore_patterns("log.sqlite*"))
+    shutil.copytree(testbed.folder.root, root, ignore=shutil.ignore_patterns("log.sqlite*"))
     append(root, rechained)
     text = "\0 <b> ' \" \ud83d odd"
     monkeypatch.setattr("shoal.runs.rollouts.ReadRollout.text", lambda rollout: text)
@@ -481,17 +421,17 @@ def test_hostile_numbers_and_texts_are_stored_as_text(town, tmp_path, monkeypatc
     asked.close()
 
 
-def test_a_log_with_larger_numbers_than_a_run_is_refused(town, tmp_path):
-    entries = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries
+def test_a_log_with_larger_numbers_than_a_run_is_refused(testbed, tmp_path):
+    entries = verify(Store(sqlite_url(testbed.folder.log), read_only=True).read()).entries
     huge = CheckpointPublished(10**30, "0" * 64, "0" * 64)
     last = make_entry(entries[-1].seq + 1, entries[-1].time, huge, entries[-1].hash)
     with pytest.raises(StateError, match="larger numbers than a run"):
         built(tmp_path / "index.sqlite", grown(tmp_path, [*entries, last]))
 
 
-def test_a_private_group_shows_only_what_the_log_says(town, tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.runs.replay.is_final", lambda state, submission: False)
-    asked = IndexQueries(built(tmp_path / "index.sqlite", town.folder.root, private=True))
+def test_a_private_group_shows_only_what_the_log_says(testbed, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.runs.run_reader.is_final", lambda state, submission: False)
+    asked = IndexQueries(built(tmp_path / "index.sqlite", testbed.folder.root, private=True))
     row = groups(asked, 1, GroupFilter(status="signal"))["rows"][0]
     assert row["env"] is None and row["reward"] is not None
     assert (
@@ -503,13 +443,13 @@ def test_a_private_group_shows_only_what_the_log_says(town, tmp_path, monkeypatc
     own = groups(asked, 1, GroupFilter(env="arithmetic", text="policy"), private=True)["rows"]
     assert own and own[0]["env"] == "arithmetic" and "ending" in group(asked, 1, row["id"], private=True)["rollouts"][0]
     asked.close()
-    built(path := tmp_path / "public.sqlite", town.folder.root)
+    built(path := tmp_path / "public.sqlite", testbed.folder.root)
     assert contents(path)["texts"] == []
 
 
-def test_two_that_build_one_index_are_told_and_the_second_goes_on_when_it_begins_anew(index, town, tmp_path):
+def test_two_that_build_one_index_are_told_and_the_second_goes_on_when_it_begins_anew(index, testbed, tmp_path):
     path = tmp_path / "shared.sqlite"
-    with open_run(town.folder.root, private=True) as one, open_run(town.folder.root, private=True) as other:
+    with open_run(testbed.folder.root, private=True) as one, open_run(testbed.folder.root, private=True) as other:
         late = Builder(path, other)
         first = Builder(path, one)
         first.build()
@@ -517,7 +457,7 @@ def test_two_that_build_one_index_are_told_and_the_second_goes_on_when_it_begins
         with pytest.raises(StateError, match="give one of them another place"):
             late.advance()
         late.close()
-    assert contents(built(path, town.folder.root)) == contents(index)
+    assert contents(built(path, testbed.folder.root)) == contents(index)
 
 
 def test_readers_of_a_deleted_index_keep_its_shared_memory(tmp_path):
@@ -586,3 +526,30 @@ def test_a_damaged_or_older_index_is_made_anew_and_a_missing_one_is_told(index, 
         IndexQueries(path)
     open_to_write(path).close()
     assert IndexQueries(path).runs() == []
+
+
+def test_a_builder_whose_url_fails_while_it_begins_again_goes_on_later(index, testbed, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.views.web.index.build.PAGE", 10)
+    path, failing = tmp_path / "index.sqlite", [True]
+    built(
+        path, grown(tmp_path, [other(verify(Store(sqlite_url(testbed.folder.log), read_only=True).read()).entries[0])])
+    )
+    db = sqlite3.connect(path)
+    db.execute("UPDATE runs SET place = ?", (str(testbed.folder.root),))
+    db.commit()
+    with open_run(testbed.folder.root, clock=lambda: 1e9) as run:
+        events = run.events
+
+        def some(after=-1):
+            yield from (entry for entry in events(after) if not failing or entry.seq < 25)
+            if failing:
+                failing.clear()
+                raise PeerError("the line is cut")
+
+        monkeypatch.setattr(run, "events", some)
+        builder = Builder(path, run, clock=lambda: 1e9)
+        with pytest.raises(PeerError):
+            builder.build()
+        builder.build()
+        builder.close()
+    assert contents(path) == contents(index)

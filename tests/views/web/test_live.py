@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from shoal.views.web.page_runs import PageRuns
+from shoal.views.web.served_runs import ServedRuns
 from tests.views.web.browser import MOST_S, needs_browser, opened, served, sync_api
 
 LATER_MS = 6_000
@@ -34,7 +34,7 @@ class Going:
         self._lines = self._metrics.read_text()
         self._metrics.write_text("")
         # Each look at the clock is later by more than the time after which a run is asked how it does.
-        self.shelf = PageRuns(index, [str(root)], itertools.count(step=10).__next__)
+        self.served_runs = ServedRuns(index, [str(root)], itertools.count(step=10).__next__)
         self.on(len(self._rows) // 2)
 
     def on(self, events=None, lines=True):
@@ -45,16 +45,16 @@ class Going:
         if not self._rows:
             self._metrics.write_text(self._lines)
         for _ in range(2):  # the condition is noted when all is read
-            while self.shelf.step():
+            while self.served_runs.step():
                 pass
         return now[-1][0]
 
 
 @pytest.fixture
-def going(town, copied, tmp_path):
+def going(testbed, copied, tmp_path):
     made = Going(copied, tmp_path / "index.sqlite")
     yield made
-    made.shelf.close()
+    made.served_runs.close()
 
 
 def looked_at(browser, complaints, address):
@@ -78,7 +78,7 @@ def later(page, asked):
 
 
 def test_a_page_follows_its_run_without_a_reload(going, browser, complaints):
-    with served(going.shelf) as url:
+    with served(going.served_runs) as url:
         page, asked = looked_at(browser, complaints, f"{url}/1/")
         expect(page.locator("#live-state")).to_contain_text("Stopped at step")
         charts = page.locator("figure.chart").count()
@@ -97,7 +97,7 @@ def test_a_page_follows_its_run_without_a_reload(going, browser, complaints):
 
 
 def test_news_take_neither_the_focus_nor_what_was_opened(going, browser, complaints):
-    with served(going.shelf) as url:
+    with served(going.served_runs) as url:
         page, asked = looked_at(browser, complaints, f"{url}/1/log")
         page.get_by_text("Kinds", exact=True).click()
         for _ in range(3):
@@ -119,25 +119,14 @@ def test_news_take_neither_the_focus_nor_what_was_opened(going, browser, complai
     assert complaints == []
 
 
-def test_figures_come_without_a_reload(going, browser, complaints):
-    with served(going.shelf) as url:
-        page, asked = looked_at(browser, complaints, f"{url}/1/figures")
-        assert page.locator("figure.chart").count() == 0
-        going.on()
-        later(page, asked)
-        expect(page.locator("figure.chart canvas").first).to_be_attached()
-        assert page.evaluate("window.isTheSame")
-    assert complaints == []
-
-
 def test_a_page_says_when_nobody_answers_and_goes_on_when_somebody_does(going, browser, complaints):
-    with served(going.shelf) as url:
+    with served(going.served_runs) as url:
         page, _ = looked_at(browser, complaints, f"{url}/1/")
         expect(page.locator("#polled")).to_have_text("Stopped")  # nobody hosts the copy
     page.clock.fast_forward(LATER_MS)
     expect(page.locator("#polled")).to_have_text("No answer, trying again")
     going.on()
-    with served(going.shelf, int(url.rpartition(":")[2])):
+    with served(going.served_runs, int(url.rpartition(":")[2])):
         page.clock.fast_forward(4 * LATER_MS)
         expect(page.locator("#polled")).to_have_text("The run has ended")
         expect(page.locator("#live-state")).to_contain_text("The run has ended")
@@ -146,8 +135,10 @@ def test_a_page_says_when_nobody_answers_and_goes_on_when_somebody_does(going, b
 
 
 def test_a_live_page_says_how_old_it_is_while_an_answer_is_long_in_coming(going, browser, complaints):
-    with served(going.shelf) as url:
-        going.shelf.runs[0].builder._db.execute("""UPDATE conditions SET is_live = 1, told = '{"phase": "running"}'""")
+    with served(going.served_runs) as url:
+        going.served_runs.runs[0].builder._db.execute(
+            """UPDATE conditions SET is_live = 1, told = '{"phase": "running"}'"""
+        )
         page = opened(browser, complaints)
         page.clock.install()
         page.route(f"**{LIVE}**", lambda route: None)
@@ -164,7 +155,7 @@ def test_a_live_page_says_how_old_it_is_while_an_answer_is_long_in_coming(going,
 
 
 def test_a_paused_page_asks_nothing_until_it_goes_on(going, browser, complaints):
-    with served(going.shelf) as url:
+    with served(going.served_runs) as url:
         page, begun = looked_at(browser, complaints, f"{url}/1/")[0], list[str]()
         page.keyboard.press("p")
         page.on("request", lambda request: begun.append(request.url) if LIVE in request.url else None)

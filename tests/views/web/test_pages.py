@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 from html.parser import HTMLParser
-from statistics import pstdev
 from types import SimpleNamespace
 from urllib.parse import urljoin
 
@@ -21,51 +20,37 @@ from starlette.testclient import TestClient
 
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import ConfigError, NothingYet, StateError
-from shoal.humanize import figure, percent
 from shoal.ledger.leases import LAPSES, LeaseLapsed
 from shoal.ledger.log.check import verify
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.metrics import METRICS
-from shoal.roles.auditor.rescore import rebuilt, scored
+from shoal.roles.auditor.token_scores import rebuilt, scored
 from shoal.run_folder import RunFolder
-from shoal.runs.replay import GroupRef
-from shoal.verification.audit_checks import sampling
+from shoal.runs.run_reader import GroupRef
+from shoal.step_metrics import METRICS
+from shoal.verification.checks_with_model import sampling
 from shoal.views.web import csv_export
 from shoal.views.web.app import HEADERS, page_app
-from shoal.views.web.charts import Chart, ChartLine, chart_of, compared, picture_of
+from shoal.views.web.chart_data import Chart, ChartLine, chart_of
 from shoal.views.web.csv_export import DOWNLOADS, lines_of_csv
-from shoal.views.web.format import parts, templates
 from shoal.views.web.index.group_queries import GroupFilter, groups
 from shoal.views.web.page_request import PageRequest
-from shoal.views.web.page_runs import CHANGE_EVERY_S, PageRuns
-from shoal.views.web.replay_gaps import Gaps, Rescoring, gaps_of
+from shoal.views.web.page_server import host_token
+from shoal.views.web.replay_gap_requests import Gaps, Rescoring, gaps_of
 from shoal.views.web.run_pages import _ends
-from shoal.views.web.serve import host_token
-from tests.runs.test_replay import grown
+from shoal.views.web.served_runs import CHANGE_EVERY_S, ServedRuns
+from shoal.views.web.template_filters import parts, templates
+from tests.runs.test_run_reader import grown
+from tests.views.web.conftest import TOKEN, viewer
 from tests.views.web.hostile_run import hostile_addresses
-
-TOKEN = "t" * 43
 
 
 @pytest.fixture(scope="module")
-def shelf(town, tmp_path_factory):
-    shelf = PageRuns(tmp_path_factory.mktemp("page") / "index.sqlite", [str(town.folder.root)])
-    while shelf.step():
+def served_runs(testbed, tmp_path_factory):
+    served_runs = ServedRuns(tmp_path_factory.mktemp("page") / "index.sqlite", [str(testbed.folder.root)])
+    while served_runs.step():
         pass
-    yield shelf
-    shelf.close()
-
-
-@pytest.fixture
-def anyone(shelf):
-    return TestClient(page_app(shelf, TOKEN))
-
-
-@pytest.fixture
-def host(shelf):
-    client = TestClient(page_app(shelf, TOKEN))
-    assert client.get(f"/?token={TOKEN}").status_code == 200
-    return client
+    yield served_runs
+    served_runs.close()
 
 
 class Tags(HTMLParser):
@@ -99,7 +84,7 @@ def shape_of(address):
     return path.removeprefix("http://testserver"), bool(address.partition("?")[2])
 
 
-def crawled(client, starts=("/",), most=4):
+def crawled(client, starts=("/",), most=2):
     """Pages that can be reached, by address: of many of one shape, a few."""
     found, todo, seen = {}, [urljoin("http://testserver", start) for start in starts], Counter()
     while todo:
@@ -119,7 +104,7 @@ def test_every_link_on_every_page_answers(anyone):
     seen = {shape_of(address)[0] for address in found}
     views = ("", "figures", "steps/N", "nodes", "nodes/KEY", "validators", "refusals", "versions", "log", "log/N", "alarms",
              "groups", "groups/N", "versions/N/slots/N", "task", "heldout", "chart.json", "csv/rollouts.csv")  # fmt: skip
-    assert {f"/N/{view}" for view in views} <= seen
+    assert {f"/N/{view}" for view in (*views, *(f"csv/{table}.csv" for table in DOWNLOADS))} <= seen
 
 
 def test_pages_keep_to_themselves_and_to_their_size(anyone):
@@ -130,43 +115,38 @@ def test_pages_keep_to_themselves_and_to_their_size(anyone):
     assert len(answer.content) + sum(len(asset.content) for asset in assets) < 300_000
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+@pytest.mark.parametrize("method", ["POST", "OPTIONS"])
 def test_the_page_only_reads(anyone, method):
     assert anyone.request(method, "/1/").status_code == 405
     assert anyone.head("/1/").status_code == 200
 
 
-def test_a_page_that_did_not_change_is_not_sent_again(anyone, shelf):
+def test_a_page_that_did_not_change_is_not_sent_again(anyone, served_runs):
     for address in ("/1/", "/1/?live=1", "/1/groups"):
         etag = anyone.get(address).headers["etag"]
         assert anyone.get(address, headers={"if-none-match": etag}).status_code == 304
-        shelf.change += 1
+        served_runs.change += 1
         assert anyone.get(address, headers={"if-none-match": etag}).status_code == 200
-
-
-def test_a_page_answers_before_anything_of_its_run_was_read(town, tmp_path):
-    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
-        assert "Reading the log, 0 %" in TestClient(page_app(shelf, TOKEN)).get("/1/").text
 
 
 def test_a_log_that_grows_all_the_time_changes_the_page_once_in_a_while(tmp_path):
     root, now = tmp_path / "run", [0.0]
     root.mkdir()
     (root / "run.json").write_text("{}")
-    shelf = PageRuns(tmp_path / "index.sqlite", [str(root)], clock=lambda: now[0])
+    served_runs = ServedRuns(tmp_path / "index.sqlite", [str(root)], clock=lambda: now[0])
     changes = []
-    with contextlib.closing(shelf), (root / "metrics.jsonl").open("w") as metrics:
+    with contextlib.closing(served_runs), (root / "metrics.jsonl").open("w") as metrics:
         for step in range(20):
             print(f'{{"step": {step}}}', file=metrics, flush=True)
-            shelf.step()
-            changes.append(shelf.change)
+            served_runs.step()
+            changes.append(served_runs.change)
             now[0] += 1.0
         for _ in range(int(2 * CHANGE_EVERY_S)):
-            shelf.step()
+            served_runs.step()
             now[0] += 1.0
         assert changes == [1 + step // int(CHANGE_EVERY_S) for step in range(20)]
-        assert shelf.change == changes[-1] + 1, "what came last is shown, too"
-        assert [row["step"] for row in shelf.look().series(1, "step")][-1] == 19
+        assert served_runs.change == changes[-1] + 1, "what came last is shown, too"
+        assert [row["step"] for row in served_runs.look().series(1, "step")][-1] == 19
 
 
 def test_what_an_open_page_polls_has_its_parts_that_change_and_no_chart(anyone):
@@ -182,25 +162,25 @@ def test_what_an_open_page_polls_has_its_parts_that_change_and_no_chart(anyone):
     assert next_page and "live" not in next_page[1]
 
 
-def private_group(shelf):
+def private_group(served_runs):
     """The number of a group, made private in the index."""
-    look = shelf.look()
+    look = served_runs.look()
     return look.rows("SELECT id FROM groups WHERE run = 1 AND status = 'signal' ORDER BY id")[0]["id"]
 
 
 @pytest.fixture
-def one_private(shelf, monkeypatch):
+def one_private(served_runs, monkeypatch):
     """As if the body of a group were still private."""
-    number = private_group(shelf)
-    db = shelf.runs[0].builder._db
-    submission = shelf.look().rows("SELECT submission FROM groups WHERE id = ?", number)[0]["submission"]
+    number = private_group(served_runs)
+    db = served_runs.runs[0].builder._db
+    submission = served_runs.look().rows("SELECT submission FROM groups WHERE id = ?", number)[0]["submission"]
     db.execute("UPDATE groups SET public = 0 WHERE submission = ?", (submission,))
-    is_public = shelf.runs[0].reading.is_public
-    monkeypatch.setattr(shelf.runs[0].reading, "is_public", lambda name: name != submission and is_public(name))
-    shelf.change += 1
+    is_public = served_runs.runs[0].reading.is_public
+    monkeypatch.setattr(served_runs.runs[0].reading, "is_public", lambda name: name != submission and is_public(name))
+    served_runs.change += 1
     yield number
     db.execute("UPDATE groups SET public = 1 WHERE submission = ?", (submission,))
-    shelf.change += 1
+    served_runs.change += 1
 
 
 def test_private_bodies_are_shown_to_the_host_alone(anyone, host, one_private):
@@ -211,22 +191,22 @@ def test_private_bodies_are_shown_to_the_host_alone(anyone, host, one_private):
     assert rows[0] < rows[1]
 
 
-def test_what_is_private_is_refused_where_it_is_read(shelf, one_private):
-    row = shelf.look().rows("SELECT submission, place FROM groups WHERE id = ?", one_private)[0]
+def test_what_is_private_is_refused_where_it_is_read(served_runs, one_private):
+    row = served_runs.look().rows("SELECT submission, place FROM groups WHERE id = ?", one_private)[0]
     with pytest.raises(NothingYet, match="private"):
-        shelf.group(1, GroupRef(row["submission"], row["place"]), private=False)
+        served_runs.group(1, GroupRef(row["submission"], row["place"]), private=False)
 
 
 @pytest.mark.parametrize("given", ["", "x" * 43, TOKEN[:-1], "é" * 43])
-def test_a_wrong_token_makes_nobody_the_host(shelf, given):
-    client = TestClient(page_app(shelf, TOKEN))
+def test_a_wrong_token_makes_nobody_the_host(served_runs, given):
+    client = viewer(served_runs)
     page = client.get("/", params={"token": given}).text
     assert not client.cookies
     assert ("The token in that address is wrong, so this is the public view" in page) == bool(given)
     assert "You are the host" not in client.get("/1/").text
 
 
-def test_a_token_leaves_every_address_that_carries_it(shelf):
+def test_a_token_leaves_every_address_that_carries_it(served_runs):
     """Also that of one of several runs, as a reader puts it together from the host's link."""
     for address, leads_to in {
         f"/?token={TOKEN}": "/1/", f"/1?token={TOKEN}": "/1", f"/1/?token={TOKEN}": "/1/",
@@ -234,33 +214,26 @@ def test_a_token_leaves_every_address_that_carries_it(shelf):
         f"/nothing?token={TOKEN}": "/nothing", f"//elsewhere.org/?token={TOKEN}": "/elsewhere.org/",
         "/1/log?token=wrong": "/1/log?wrong-token=1", "/?token=wrong": "/1/?wrong-token=1",
     }.items():  # fmt: skip
-        client = TestClient(page_app(shelf, TOKEN), follow_redirects=False)
+        client = TestClient(page_app(served_runs, TOKEN), follow_redirects=False)
         answer = client.get(f"http://testserver{address}")
         assert (answer.status_code, answer.headers["location"]) == (303, leads_to)
         assert answer.headers["cache-control"] == "no-store"
+        cookie = answer.headers.get("set-cookie", "").lower()
+        assert all(word in cookie for word in ("httponly", "samesite=strict")) == ("wrong" not in address)
+        assert TOKEN not in cookie
         is_host = "You are the host" in client.get("/1/").text
         assert is_host == ("wrong" not in address)
 
 
-def test_the_hosts_cookie_is_not_for_scripts_or_other_sites(shelf):
-    client = TestClient(page_app(shelf, TOKEN), follow_redirects=False)
-    answer = client.get(f"/?token={TOKEN}")
-    assert answer.status_code == 303 and "token" not in answer.headers["location"]
-    cookie = answer.headers["set-cookie"].lower()
-    assert "httponly" in cookie and "samesite=strict" in cookie and TOKEN not in cookie
-    assert "You are the host" in client.get("/1/").text
-
-
-def test_without_a_token_nobody_is_the_host(shelf):
-    client = TestClient(page_app(shelf, ""))
+def test_without_a_token_nobody_is_the_host(served_runs):
+    client = viewer(served_runs, token="")
     client.get("/?token=")
     client.cookies.set("shoal-host-", "")
     assert "You are the host" not in client.get("/1/").text
 
 
 def test_hostile_names_reasons_rewards_and_conversations_show_as_text(hostile):
-    client = TestClient(page_app(hostile, TOKEN))
-    client.get(f"/?token={TOKEN}")
+    client = viewer(hostile, is_host=True)
     views = [*hostile_addresses(hostile), *(f"/1/log/{seq}" for seq in range(20))]
     for view in views:
         answer = client.get(view)
@@ -283,39 +256,35 @@ def test_hostile_names_reasons_rewards_and_conversations_show_as_text(hostile):
 
 
 def test_no_cell_of_a_csv_is_a_formula(hostile):
-    client = TestClient(page_app(hostile, TOKEN))
+    client = viewer(hostile)
     files = [client.get(f"/1/csv/{table}.csv").text for table in DOWNLOADS]
     cells = [cell for file in files for row in csv.reader(io.StringIO(file)) for cell in row]
     assert any(cell.startswith("'=cmd") for cell in cells) and any(cell.startswith("'@SUM") for cell in cells)
     assert [cell for cell in cells if re.match(r"[=+@]|-(?!\d+(\.\d+)?(e-\d+)?$)", cell)] == []
 
 
-def test_a_metrics_name_begins_no_row_of_a_csv(town, tmp_path):
-    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
-        while shelf.step():
-            pass
-        line = json.dumps({"step": 1, "a\n=HYPERLINK(1)": 0.5, "b": 0.5})
-        db = shelf.runs[0].builder._db
-        db.execute("UPDATE metrics SET line = ? WHERE step = 1", (line,))
-        db.execute("INSERT INTO series VALUES (1, ?, 1, 0.5)", ("a\n=HYPERLINK(1)",))
-        told = TestClient(page_app(shelf, "")).get("/1/csv/metrics.csv").text
+def test_a_metrics_name_begins_no_row_of_a_csv(testbed, indexed):
+    served_runs = indexed(testbed.folder.root)
+    line = json.dumps({"step": 1, "a\n=HYPERLINK(1)": 0.5, "b": 0.5})
+    db = served_runs.runs[0].builder._db
+    db.execute("UPDATE metrics SET line = ? WHERE step = 1", (line,))
+    db.execute("INSERT INTO series VALUES (1, ?, 1, 0.5)", ("a\n=HYPERLINK(1)",))
+    told = viewer(served_runs, token="").get("/1/csv/metrics.csv").text
     rows = list(csv.reader(io.StringIO(told, newline="")))
     assert "a\n=HYPERLINK(1)" in rows[0] and len(rows) == 3
     assert not [row for row in rows if row[0].startswith("=")]
 
 
-def test_a_download_keeps_no_old_state_for_others_and_no_journal(town, tmp_path):
-    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
-        while shelf.step():
-            pass
-        db, look = shelf.runs[0].builder._db, shelf.look()
-        asked = PageRequest(shelf, look, 1, {}, QueryParams(), False, 0.0)
-        begun = [(lines := lines_of_csv(asked, table), next(lines, "")) for table in DOWNLOADS]
-        db.execute("UPDATE runs SET name = 'new'")
-        assert look.runs()[0]["name"] == "new"
-        assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0, "nobody reads an old state"
-        for lines, _ in begun:
-            lines.close()
+def test_a_download_keeps_no_old_state_for_others_and_no_journal(testbed, indexed):
+    served_runs = indexed(testbed.folder.root)
+    db, look = served_runs.runs[0].builder._db, served_runs.look()
+    asked = PageRequest(served_runs, look, 1, {}, QueryParams(), False, 0.0)
+    begun = [(lines := lines_of_csv(asked, table), next(lines, "")) for table in DOWNLOADS]
+    db.execute("UPDATE runs SET name = 'new'")
+    assert look.runs()[0]["name"] == "new"
+    assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0, "nobody reads an old state"
+    for lines, _ in begun:
+        lines.close()
 
 
 def test_rollouts_as_csv_are_those_of_the_groups_that_a_filter_leaves(host):
@@ -333,12 +302,6 @@ def test_a_long_table_comes_whole_page_by_page(anyone, monkeypatch):
     assert [anyone.get(f"/1/csv/{table}.csv").text for table in tables] == whole
 
 
-def test_nothing_between_here_and_the_viewer_may_keep_a_table(anyone, host):
-    for client in (anyone, host):
-        kept = client.get("/1/csv/rollouts.csv").headers
-        assert kept["cache-control"] == "private, no-store" and kept["vary"] == "cookie"
-
-
 def test_the_host_downloads_when_all_places_are_taken(anyone, host, monkeypatch):
     monkeypatch.setattr(csv_export.Places, "turn_away", lambda self: 59.5)
     answer = anyone.get("/1/csv/events.csv")
@@ -347,7 +310,7 @@ def test_the_host_downloads_when_all_places_are_taken(anyone, host, monkeypatch)
     assert host.get("/1/csv/events.csv").text.startswith("run,seq,")
 
 
-def test_many_alarms_fill_no_overview_and_come_page_by_page(town, copied, tmp_path):
+def test_many_alarms_fill_no_overview_and_come_page_by_page(testbed, copied, indexed):
     log = AlarmsLog(RunFolder(copied).alarms)
     for worker in range(60):
         level = "critical" if worker == 7 else "notice"
@@ -356,11 +319,8 @@ def test_many_alarms_fill_no_overview_and_come_page_by_page(town, copied, tmp_pa
             Alarm("stragglers", level, 1, 1, f"w{worker} is slow.", "Ask. " * 200 + "End.", node=f"w{worker}"),
             1.0,
         )
-    shelf = PageRuns(tmp_path / "index.sqlite", [str(copied)])
-    while shelf.step():
-        pass
-    client = TestClient(page_app(shelf, TOKEN))
-    client.get(f"/?token={TOKEN}")
+    served_runs = indexed(copied)
+    client = viewer(served_runs, is_host=True)
     page = client.get("/1/").text
     assert page.count("is slow.") == 5 and page.index("w7 is slow") < page.index("55 more alarms")
     first = client.get("/1/alarms")
@@ -368,15 +328,17 @@ def test_many_alarms_fill_no_overview_and_come_page_by_page(town, copied, tmp_pa
     assert first.text.count("is slow.") == 50 and client.get("/1/alarms?at=50").text.count("is slow.") == 10
     assert any(link.endswith("/1/alarms?at=50") for link in links_of(first))
     assert "There are no more alarms." in client.get("/1/alarms?at=60").text
-    shelf.close()
 
 
-def test_every_table_comes_as_csv_with_a_line_for_each_row(anyone, shelf):
+def test_every_table_comes_as_csv_with_a_line_for_each_row(anyone, served_runs):
     for table in DOWNLOADS:
         answer = anyone.get(f"/1/csv/{table}.csv")
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/csv")
-    rows = shelf.look().rows("SELECT count(*) AS rows FROM events")[0]["rows"]
-    assert anyone.get("/1/csv/events.csv").text.count("\n") == rows + 1
+        assert answer.headers["cache-control"] == "private, no-store" and answer.headers["vary"] == "cookie"
+    rows = served_runs.look().rows("SELECT count(*) AS rows FROM events")[0]["rows"]
+    events = anyone.get("/1/csv/events.csv")
+    assert events.text.count("\n") == rows + 1
+    assert events.headers["content-disposition"] == f"attachment; filename=run-1-events-before-event-{rows}.csv"
     assert anyone.get("/1/csv/secrets.csv").status_code == 404
 
 
@@ -401,8 +363,8 @@ def test_an_address_that_is_too_long_is_refused_before_it_is_read(anyone, addres
               "kind=x&kind=y", "q=%22%22%22", "q=*", "q=AND%20OR%20NEAR", "q=%00", "worker=%ff", "colour=red",
               "rollout=999", "at=5"],
 )  # fmt: skip
-def test_no_query_breaks_a_view(anyone, shelf, query):
-    for view in ("", "figures", "groups", "nodes", "log", "refusals", "versions", f"groups/{private_group(shelf)}"):
+def test_no_query_breaks_a_view(anyone, served_runs, query):
+    for view in ("figures", "groups", "nodes", "log", f"groups/{private_group(served_runs)}"):
         assert anyone.get(f"/1/{view}?{query}").status_code == 200
 
 
@@ -417,25 +379,8 @@ def test_a_filter_that_should_be_a_number_is_never_left_out_silently(anyone, que
         assert f"{query.partition('=')[0]} must be a" in answer.text and "correct it" in answer.text
 
 
-def test_a_volunteer_finds_its_node_by_the_start_of_its_key(anyone, shelf):
-    row = shelf.look().rows("SELECT key, name FROM nodes WHERE name = 'honest'")[0]
-    assert row["key"] in anyone.get(f"/1/nodes?q={row['key'][:8]}").text
-    page = anyone.get(f"/1/nodes/{row['key']}").text
-    assert "Rank among workers" in page and "Share of credits" in page and "What it helped with" in page
-
-
-def test_a_slow_node_is_told_so_beside_the_usual_pace(anyone, shelf):
-    key, db = shelf.look().nodes(1, role="worker")["rows"][0]["key"], shelf.runs[0].builder._db
-    for is_slow in (True, False):
-        db.execute("UPDATE nodes SET is_slow = ? AND key = ?", (is_slow, key))
-        shelf.change += 1
-        table, own = anyone.get("/1/nodes?by=pace_s").text, anyone.get(f"/1/nodes/{key}").text
-        assert table.count("<small>slow</small>") == is_slow and "is usual in this run" in table
-        assert ("<small>slow: usual is" in own) == is_slow and "usual is" in own
-
-
-def test_a_volunteer_that_searches_its_key_sees_its_rank_among_all_workers(anyone, shelf):
-    key = shelf.look().rows("SELECT key FROM nodes WHERE name = 'cheater'")[0]["key"]
+def test_a_volunteer_that_searches_its_key_sees_its_rank_among_all_workers(anyone, served_runs):
+    key = served_runs.look().rows("SELECT key FROM nodes WHERE name = 'cheater'")[0]["key"]
     rows = anyone.get(f"/1/nodes?q={key[:10]}").text.partition("<tbody>")[2].partition("</tbody>")[0]
     assert re.findall(r'<tr class="row"><td class="n">(\d+)</td>', rows) == ["2"]
     [row] = table_of(anyone, f"nodes.csv?q={key[:10]}")
@@ -445,25 +390,25 @@ def test_a_volunteer_that_searches_its_key_sees_its_rank_among_all_workers(anyon
     assert [row["name"] for row in table_of(anyone, "nodes.csv?role=worker&by=refused")] == ["cheater", "honest"]
 
 
-def test_a_refused_group_says_by_which_check_and_how_to_recompute_it(anyone, shelf):
-    row = shelf.look().rows(
+def test_a_refused_group_says_by_which_check_and_how_to_recompute_it(anyone, served_runs):
+    row = served_runs.look().rows(
         'SELECT r."check", g.id FROM refusals r JOIN groups g USING (run, submission, slot) LIMIT 1'
     )[0]
     page = anyone.get(f"/1/groups/{row['id']}").text
     assert row["check"] in page and "shoal audit" in page and "--rollout" in page
 
 
-def test_no_command_recomputes_a_group_whose_bytes_cannot_be_read(anyone, shelf, monkeypatch):
+def test_no_command_recomputes_a_group_whose_bytes_cannot_be_read(anyone, served_runs, monkeypatch):
     def gone(*_):
         raise NothingYet("blob 0 is not here: it is no longer kept (storage.retain)")
 
-    monkeypatch.setattr(shelf, "group", gone)
-    page = anyone.get(f"/1/groups/{private_group(shelf)}").text
+    monkeypatch.setattr(served_runs, "group", gone)
+    page = anyone.get(f"/1/groups/{private_group(served_runs)}").text
     assert "no longer kept" in page and "shoal audit" not in page
 
 
-def test_tokens_are_marked_by_log_prob_and_by_advantage_with_their_figures(anyone, shelf):
-    number = private_group(shelf)
+def test_tokens_are_marked_by_log_prob_and_by_advantage_with_their_figures(anyone, served_runs):
+    number = private_group(served_runs)
     by_logprob = anyone.get(f"/1/groups/{number}").text
     assert (
         re.search(r'<span class="t\d" title="-\d+\.\d+ nats">', by_logprob)
@@ -474,8 +419,8 @@ def test_tokens_are_marked_by_log_prob_and_by_advantage_with_their_figures(anyon
     assert not re.search(r'<span class="t\d', anyone.get(f"/1/groups/{number}?colour=none").text)
 
 
-def test_only_a_viewer_with_the_hosts_link_has_this_machine_compute(anyone, host, shelf, monkeypatch):
-    number, asked, plain = private_group(shelf), [], shelf.group
+def test_only_a_viewer_with_the_hosts_link_has_this_machine_compute(anyone, host, served_runs, monkeypatch):
+    number, asked, plain = private_group(served_runs), [], served_runs.group
 
     def group(run, place, private, parts=False):
         asked.append(f"parts {parts}")
@@ -485,8 +430,8 @@ def test_only_a_viewer_with_the_hosts_link_has_this_machine_compute(anyone, host
         asked.append("gaps")
         return Gaps(((0.0, 0.0005, 5.0, None),) * 99, 0.002)
 
-    monkeypatch.setattr(shelf, "group", group)
-    monkeypatch.setattr(shelf, "gaps", gaps)
+    monkeypatch.setattr(served_runs, "group", group)
+    monkeypatch.setattr(served_runs, "gaps", gaps)
     page = anyone.get(f"/1/groups/{number}?colour=gap&parts=1").text
     assert asked == ["parts False"] and "replay gap" not in page
     page = host.get(f"/1/groups/{number}?colour=gap&parts=1").text
@@ -495,15 +440,15 @@ def test_only_a_viewer_with_the_hosts_link_has_this_machine_compute(anyone, host
     assert "Limit 0.002 for a single token, as in findings" in page
 
 
-def test_the_legend_has_the_limit_that_findings_have(town, shelf):
-    row = shelf.look().rows("SELECT submission, place FROM groups WHERE id = ?", private_group(shelf))[0]
+def test_the_legend_has_the_limit_that_findings_have(testbed, served_runs):
+    row = served_runs.look().rows("SELECT submission, place FROM groups WHERE id = ?", private_group(served_runs))[0]
     place = GroupRef(row["submission"], row["place"])
-    told = asyncio.run(gaps_of(str(town.folder.root), place))
+    told = asyncio.run(gaps_of(str(testbed.folder.root), place))
 
     async def failure():
-        async with rebuilt(str(town.folder.root), place, {}) as work:
+        async with rebuilt(str(testbed.folder.root), place, {}) as work:
             found = (await scored(work)).scores_G
-            bounds = work.bench.state.rules.bounds["float32/float32"]
+            bounds = work.context.state.rules.bounds["float32/float32"]
             wide = found[0].gaps_P + np.float32(3 * bounds.gap)
             scores = [found[0]._replace(gaps_P=wide), *found[1:]]
             return sampling(work.group, SimpleNamespace(bounds=bounds, scores=scores)), bounds
@@ -511,16 +456,16 @@ def test_the_legend_has_the_limit_that_findings_have(town, shelf):
     found, bounds = asyncio.run(failure())
     assert found.detail.startswith("token that its seed does not choose")
     assert told["limit"] == found.bound == 2 * bounds.gap
-    assert [len(gaps) for gaps in told["gaps"]] == [r.policy_tokens for r in shelf.group(1, place, True).rollouts]
+    assert [len(gaps) for gaps in told["gaps"]] == [r.policy_tokens for r in served_runs.group(1, place, True).rollouts]
     assert all(gap <= bounds.gap for gaps in told["gaps"] for gap in gaps)
 
 
-def test_what_could_not_be_computed_now_is_not_kept_for_later(host, shelf, monkeypatch):
+def test_what_could_not_be_computed_now_is_not_kept_for_later(host, served_runs, monkeypatch):
     def gaps(run, place):
         raise NothingYet("another group is being computed")
 
-    monkeypatch.setattr(shelf, "gaps", gaps)
-    answer = host.get(f"/1/groups/{private_group(shelf)}?colour=gap")
+    monkeypatch.setattr(served_runs, "gaps", gaps)
+    answer = host.get(f"/1/groups/{private_group(served_runs)}?colour=gap")
     assert "another group is being computed" in answer.text and "etag" not in answer.headers
 
 
@@ -544,18 +489,11 @@ def test_the_address_of_a_figure_shows_its_newest_values(anyone):
     assert anyone.get("/1/figure?name=nothing").status_code == 404
 
 
-def test_a_csv_of_groups_has_those_of_the_filter(anyone, shelf):
-    total = shelf.look().rows("SELECT count(*) AS groups FROM groups WHERE version = 1")[0]["groups"]
-    assert anyone.get("/1/csv/groups.csv?version=1").text.count("\n") == total + 1
-    number = private_group(shelf)
-    rows = list(csv.DictReader(io.StringIO(anyone.get(f"/1/csv/rollouts.csv?group={number}").text)))
-    assert {(row["version"], row["slot"]) for row in rows} == {(rows[0]["version"], rows[0]["slot"])} and len(rows) > 1
-
-
-def test_a_csv_has_the_rows_of_the_filter_of_its_page(anyone, shelf):
-    key = shelf.look().rows("SELECT key FROM nodes WHERE name = 'cheater'")[0]["key"]
+def test_a_csv_has_the_rows_of_the_filter_of_its_page(anyone, served_runs):
+    key = served_runs.look().rows("SELECT key FROM nodes WHERE name = 'cheater'")[0]["key"]
     events = table_of(anyone, "events.csv")
     assert {row["node"] for row in table_of(anyone, f"events.csv?node={key}")} == {key}
+    assert {row["version"] for row in table_of(anyone, "groups.csv?version=1")} == {"1"}
     assert {row["kind"] for row in table_of(anyone, "events.csv?kind=batch_formed&kind=decision")} == {
         "batch_formed",
         "decision",
@@ -578,18 +516,6 @@ def test_a_csv_has_the_rows_of_the_filter_of_its_page(anyone, shelf):
     ]
 
 
-def test_every_table_of_a_page_has_its_csv_below_it(anyone, shelf):
-    """Pages of groups are tested by their links; a page with three tables has three files, and so on."""
-    forged = shelf.look().rows("SELECT seq FROM refusals LIMIT 1")[0]["seq"]
-    key = shelf.look().rows("SELECT key FROM nodes WHERE name = 'cheater'")[0]["key"]
-    for view in ("", "steps/1", "figure?name=reward_mean", "nodes", f"nodes/{key}", "validators", "refusals", "versions",
-                 "log", f"log/{forged}", "alarms", "groups", "heldout", "../compare"):  # fmt: skip
-        found = Tags(anyone.get(f"/1/{view}").text).found
-        tables = sum(tag == "table" for tag, _ in found)
-        files = len({a["href"] for tag, a in found if tag == "a" and "/csv/" in a.get("href", "")})
-        assert files >= tables + (view == "log") and files > 0, view
-
-
 def figures_of(page):
     """Name, text and links of each figure in the cards or tiles of a page."""
     shown = (
@@ -600,8 +526,8 @@ def figures_of(page):
         yield re.sub("<[^>]*>", "", name), re.sub("<[^>]*>", "", told), re.findall(r'href="([^"]*)"', told)
 
 
-def test_each_figure_of_cards_and_tiles_leads_to_what_says_it(host, shelf):
-    keys = [row["key"] for row in shelf.look().rows("SELECT key FROM nodes")]
+def test_each_figure_of_cards_and_tiles_leads_to_what_says_it(host, anyone, served_runs):
+    keys = [row["key"] for row in served_runs.look().rows("SELECT key FROM nodes")]
     found = [
         (view, *figure)
         for view in ("", *(f"nodes/{key}" for key in keys))
@@ -609,6 +535,7 @@ def test_each_figure_of_cards_and_tiles_leads_to_what_says_it(host, shelf):
     ]
     names = {name for _, name, _, _ in found}
     assert {"Version", "Time of a step", "Reward", "Held-out", "Accepted", "Share of credits", "Leases"} <= names
+    assert ">Blobs<" in host.get("/1/").text and ">Blobs<" not in anyone.get("/1/").text
     of_here = ("Free disk", "Blobs")  # measured by the page, so nothing of the run says it
     bare = [figure for figure in found if re.search(r"\d", figure[2]) and not figure[3] and figure[1] not in of_here]
     assert bare == []
@@ -620,85 +547,20 @@ def test_each_figure_of_cards_and_tiles_leads_to_what_says_it(host, shelf):
     assert 'id="v0"' in host.get("/1/figure?name=heldout").text
 
 
-def test_the_host_sees_how_much_of_the_quota_its_blobs_take(host, anyone, town):
-    told = {name: text for name, text, _ in figures_of(host.get("/1/").text)}["Blobs"]
-    held = sum(file.stat().st_size for file in town.folder.blobs.rglob("*") if file.is_file())
-    quota = town.folder.config().storage.quota_mb * 1_000_000
-    assert told == f"{figure(held / 1e9, 3)} of {figure(quota / 1e9, 3)} GB, {percent(held / quota)}" and held > 0
-    assert ">Blobs<" not in anyone.get("/1/").text
-
-
-def test_the_counts_of_a_node_and_a_validator_are_the_rows_that_they_lead_to(anyone, shelf):
-    look = shelf.look()
-    for node in look.nodes(1, role="worker")["rows"]:
-        page = html.unescape(anyone.get("/1/nodes").text)
-        for kind, count in (
-            ("credit", bool(node["credits"])),
-            ("group_accepted", node["accepted"]),
-            ("lease_lapsed", node["lapsed"]),
-        ):
-            link = f"log?node={node['key']}&kind={kind}"
-            assert (f"/1/{link}" in page) == bool(count), link
-            rows = table_of(anyone, link.replace("log?", "events.csv?"))
-            if kind == "lease_lapsed":  # the quarantine of the cheater may close a lease, which is no lapse
-                closed = {e.seq: e.body for e in shelf.runs[0].reading.events() if isinstance(e.body, LeaseLapsed)}
-                rows = [row for row in rows if closed[int(row["seq"])].cause in LAPSES]
-            assert len(rows) == count or (kind == "credit" and bool(rows) == count), link
-    [one] = look.validators(1)
-    page = html.unescape(anyone.get("/1/validators").text)
-    for link, count in (
-        (f"log?kind=verdict_given&node={one['validator']}", one["verdicts"]),
-        (f"refusals?validator={one['validator']}&outcome=hard", one["hard"]),
-    ):
-        assert f"/1/{link}" in page
-        assert (
-            len(table_of(anyone, link.replace("log?", "events.csv?").replace("refusals?", "refusals.csv?")))
-            == count
-            > 0
-        )
-
-
-def test_figures_of_the_log_have_an_address_with_their_rows(anyone, shelf):
-    [row] = shelf.look().rows(
-        "SELECT count(*) AS groups, avg(spread) AS spread FROM groups WHERE version = 1 AND reward NOT NULL"
-    )
-    page = anyone.get("/1/figure?name=by-version").text
-    assert f'href="/1/groups?version=1">1</a></th><td class="n">{row["groups"]}</td>' in page
-    assert 'data-point="/1/groups?version="' in page and 'data-point="/1/steps/"' in anyone.get("/1/").text
-    assert float(table_of(anyone, "rewards.csv")[1]["spread"]) == pytest.approx(row["spread"])
-
-
-def test_the_spread_beside_a_reward_is_of_the_groups_behind_it(host, anyone, shelf):
-    marks, versions = shelf.runs[0].reading.marks, shelf.runs[0].reading.state.main.versions
-    behind = [
-        versions[version].slots[slot].rewards
-        for (version, slot), seq in marks.finals.items()
-        if marks.batches[0] < seq < marks.batches[1] and versions[version].slots[slot].rewards
-    ]
-    told = shelf.look().overview(1)["metrics"]["reward_all_mean"]
-    assert sum(map(sum, behind)) / sum(map(len, behind)) == pytest.approx(told)
-    expected = f"± {figure(sum(pstdev(rewards) for rewards in behind) / len(behind), 2)}"
-    for viewer in (host, anyone):
-        figures = {name: text.split(" at step")[0] for name, text, _ in figures_of(viewer.get("/1/").text)}
-        assert expected in figures["Reward"]
-
-
 def words_of_figures(page):
     return {name: text.split() for name, text, _ in figures_of(page)}
 
 
-def test_a_run_of_several_environments_has_the_reward_and_spread_of_each(town, tmp_path):
-    shelf = PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])
-    while shelf.step():
-        pass
-    db, labels = shelf.runs[0].builder._db, ("one", "<b>two")
+def test_a_run_of_several_environments_has_the_reward_and_spread_of_each(testbed, indexed):
+    served_runs = indexed(testbed.folder.root)
+    db, labels = served_runs.runs[0].builder._db, ("one", "<b>two")
     for place, label in enumerate(labels):
         db.execute("UPDATE groups SET env = ? WHERE env IS NOT NULL AND slot % 2 = ?", (label, place))
         db.execute("UPDATE groups SET spread = ? WHERE env = ?", (0.25 * (1 + place), label))
     line = json.dumps({"step": 1, "reward_mean": 0.5, "reward_mean/one": 0.25, "reward_mean/<b>two": 0.75})
     db.execute("UPDATE metrics SET line = ? WHERE step = 1", (line,))
     db.execute("UPDATE facts SET told = json_set(told, '$.envs', json(?))", (json.dumps(labels),))
-    client, host = TestClient(page_app(shelf, TOKEN)), TestClient(page_app(shelf, TOKEN))
+    client, host = viewer(served_runs), viewer(served_runs)
     host.get(f"/?token={TOKEN}")
     page = client.get("/1/").text
     told = words_of_figures(page)
@@ -714,27 +576,24 @@ def test_a_run_of_several_environments_has_the_reward_and_spread_of_each(town, t
     db.execute(
         f"INSERT INTO groups ({', '.join(columns)}, place) SELECT {copied}, 999 FROM groups WHERE step = 1 LIMIT 1"
     )
-    shelf.change += 1
+    served_runs.change += 1
     assert words_of_figures(client.get("/1/").text)["one"] == told["one"]
-    assert len(groups(shelf.look(), 1, GroupFilter(step=1))["rows"]) == len(shelf.runs[0].reading.state.main.batches[1])
-    taken = groups(shelf.look(), 1, GroupFilter(step=1))["rows"][0]["id"]
+    assert len(groups(served_runs.look(), 1, GroupFilter(step=1))["rows"]) == len(
+        served_runs.runs[0].reading.state.main.batches[1]
+    )
+    taken = groups(served_runs.look(), 1, GroupFilter(step=1))["rows"][0]["id"]
     assert re.findall(r"groups\?step=(\d)", client.get(f"/1/groups/{taken}").text) == ["1"]
     db.execute(
         "UPDATE groups SET public = 0 WHERE id = (SELECT max(id) FROM groups WHERE step = 1 AND status = 'signal')"
     )
-    shelf.change += 1
+    served_runs.change += 1
     assert words_of_figures(client.get("/1/").text)["one"] == ["0.25"], (
         "and of an unknown part of a batch nothing is said"
     )
     assert words_of_figures(host.get("/1/").text)["one"] == told["one"]
     db.execute("UPDATE groups SET public = 0")
-    shelf.change += 1
+    served_runs.change += 1
     assert "Reward and spread, one" not in client.get("/1/").text, "which environment a private group is of is private"
-    shelf.close()
-
-
-def test_a_kind_that_the_log_does_not_have_finds_no_event(anyone):
-    assert "No event matches." in anyone.get("/1/log?kind=nothing").text
 
 
 def test_charts_give_their_numbers_smoothed(anyone):
@@ -743,50 +602,37 @@ def test_charts_give_their_numbers_smoothed(anyone):
     assert anyone.get("/1/chart.json?name=reward_mean&of=all&smooth=0.5").json()["lines"][0]["label"].startswith("1 ")
 
 
-def test_what_is_of_a_family_has_its_unit_and_meaning_and_an_environment_may_be_called_all(tmp_path):
-    (root := tmp_path / "run").mkdir()
-    (root / "run.json").write_text("{}")
+def test_what_is_of_a_family_has_its_unit_and_meaning_and_an_environment_may_be_called_all(
+    folder_with_metrics, indexed
+):
     line = {"step": 0, "reward_mean": 0.5, "reward_mean/all": 0.25, "reward_part/format": 0.5, "draw_weight/a": 1.0}
-    (root / "metrics.jsonl").write_text(json.dumps({**line, "staleness_rollouts": {"3": 8}}) + "\n")
-    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(root)])) as shelf:
-        while shelf.step():
-            pass
-        client = TestClient(page_app(shelf, ""))
-        told = {row["name"]: (row["unit"], row["meaning"]) for row in table_of(client, "step.csv?step=0")}
-        for name, declared in (
-            ("reward_part/format", "reward_part/NAME"),
-            ("draw_weight/a", "draw_weight/LABEL"),
-            ("staleness_rollouts/3", "staleness_rollouts"),
-        ):
-            assert told[name] == METRICS[declared][:2]
-        assert METRICS["reward_part/NAME"].sentence in html.unescape(client.get("/1/steps/0").text)
-        assert shelf.look().metric_names(1, "named part") == ["reward_part/format"]
-        assert "name=reward_part" in client.get("/1/").text and "Parts of the reward" in client.get("/1/").text
-        drawn = client.get("/1/chart.json?name=reward_mean").json()["lines"]
-        assert [(line["label"], line["values"]) for line in drawn] == [("all", [0.5]), ("all", [0.25])]
-        assert client.get("/1/chart.json?name=reward_part").json()["unit"] == "reward"
+    served_runs = indexed(folder_with_metrics({**line, "staleness_rollouts": {"3": 8}}))
+    client = viewer(served_runs, token="")
+    told = {row["name"]: (row["unit"], row["meaning"]) for row in table_of(client, "step.csv?step=0")}
+    for name, declared in (
+        ("reward_part/format", "reward_part/NAME"),
+        ("draw_weight/a", "draw_weight/LABEL"),
+        ("staleness_rollouts/3", "staleness_rollouts"),
+    ):
+        assert told[name] == METRICS[declared][:2]
+    assert METRICS["reward_part/NAME"].sentence in html.unescape(client.get("/1/steps/0").text)
+    assert served_runs.look().metric_names(1, "named part") == ["reward_part/format"]
+    assert "name=reward_part" in client.get("/1/").text and "Parts of the reward" in client.get("/1/").text
+    drawn = client.get("/1/chart.json?name=reward_mean").json()["lines"]
+    assert [(line["label"], line["values"]) for line in drawn] == [("all", [0.5]), ("all", [0.25])]
+    assert client.get("/1/chart.json?name=reward_part").json()["unit"] == "reward"
 
 
-def test_an_age_that_a_step_does_not_name_has_no_rollouts(tmp_path):
-    (root := tmp_path / "run").mkdir()
-    (root / "run.json").write_text("{}")
-    lines = [{"step": step, "staleness_rollouts": ages} for step, ages in enumerate(({"0": 8}, {"1": 8}))]
-    (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(root)])) as shelf:
-        first = html.unescape(" ".join(Tags(TestClient(page_app(shelf, "")).get("/1/").text).words))
-        assert "0 of 0" not in first and "not evaluated yet" not in first
-        while shelf.step():
-            pass
-        drawn = TestClient(page_app(shelf, "")).get("/1/chart.json?name=staleness_rollouts").json()["lines"]
-        assert [line["values"] for line in drawn] == [[8.0, 0.0], [0.0, 8.0]]
-        asked = TestClient(page_app(shelf, "")).get("/1/chart.json?name=staleness_rollouts&smooth=0.5").json()["lines"]
-        assert [line["values"] for line in asked] == [[8.0, pytest.approx(8 / 3)], [0.0, pytest.approx(16 / 3)]]
+def test_an_age_that_a_step_does_not_name_has_no_rollouts(folder_with_metrics, indexed):
+    served_runs = indexed(
+        folder_with_metrics(*({"step": step, "staleness_rollouts": {f"{step}": 8}} for step in (0, 1)))
+    )
+    drawn = viewer(served_runs, token="").get("/1/chart.json?name=staleness_rollouts").json()["lines"]
+    assert [line["values"] for line in drawn] == [[8.0, 0.0], [0.0, 8.0]]
 
 
 @pytest.mark.parametrize("steps", [9, 2000])
-def test_a_step_without_a_value_is_a_gap_in_charts_and_their_pictures(tmp_path, steps):
-    (root := tmp_path / "run").mkdir()
-    (root / "run.json").write_text("{}")
+def test_a_step_without_a_value_is_a_gap_in_charts(folder_with_metrics, steps, indexed):
     third = steps // 3
     lines = [
         {
@@ -796,44 +642,22 @@ def test_a_step_without_a_value_is_a_gap_in_charts_and_their_pictures(tmp_path, 
         }
         for step in range(steps)
     ]
-    (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(root)])) as shelf:
-        while shelf.step():
-            pass
-        for name, parts in (("env_metric", [1, 2]), ("entropy_nats", [2])):
-            drawn = chart_of(shelf.look(), 1, name)
-            assert drawn.x[-1] == steps - 1 and len(drawn.x) <= 400
-            assert any(third < x < 2 * third - 1 for x in drawn.x)
-            missing = [x for x, value in zip(drawn.x, drawn.lines[-1].values, strict=True) if value is None]
-            assert missing and all(third <= x < 2 * third for x in missing)
-            assert [len(found) for _, found in picture_of(drawn).lines] == parts
-        assert picture_of(compared(shelf.look(), {1: "one"}, "entropy_nats")).lines[0][1][1:]
+    served_runs = indexed(folder_with_metrics(*lines))
+    for name in ("env_metric", "entropy_nats"):
+        drawn = chart_of(served_runs.look(), 1, name)
+        assert drawn.x[-1] == steps - 1 and len(drawn.x) <= 400
+        assert any(third < x < 2 * third - 1 for x in drawn.x)
+        missing = [x for x, value in zip(drawn.x, drawn.lines[-1].values, strict=True) if value is None]
+        assert missing and all(third <= x < 2 * third for x in missing)
 
 
-def test_before_the_first_version_the_version_is_none_and_not_minus_one(town, tmp_path):
-    first = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries[0]
-    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(grown(tmp_path, [first]))])) as shelf:
-        while shelf.step():
-            pass
-        client = TestClient(page_app(shelf, ""))
-        assert [view for view in ("/1/", "/compare") if "-1" in "".join(Tags(client.get(view).text).words)] == []
-
-
-def test_the_form_of_a_figure_asks_for_the_same_metric(hostile):
-    name = "env_metric/\u202etxt.exe"
-    page = Tags(TestClient(page_app(hostile, "")).get("/1/figure", params={"name": name}).text)
-    assert [a["value"] for tag, a in page.found if tag == "input" and a.get("type") == "hidden"] == [name]
-
-
-def test_several_runs_are_compared(town, copied, tmp_path):
-    shelf = PageRuns(tmp_path / "index.sqlite", [str(town.folder.root), str(copied)])
-    while shelf.step():
-        pass
+def test_several_runs_are_compared(testbed, copied, indexed):
+    served_runs = indexed(testbed.folder.root, copied)
     for worker in ("ann", "bob"):
         alarm = Alarm("stragglers", "notice", 1, 1, f"{worker} is slow.", "Ask.", node=worker)
         AlarmsLog(RunFolder(copied).alarms).write("raised", alarm, 1.0)
-    shelf.runs[1].builder.note_condition()
-    client, host = TestClient(page_app(shelf, "")), TestClient(page_app(shelf, TOKEN))
+    served_runs.runs[1].builder.note_condition()
+    client, host = viewer(served_runs, token=""), viewer(served_runs)
     host.get(f"/?token={TOKEN}")
     counts = [client.get("/compare").text.count(f'/2/alarms">{number}<') for number in (1, 2)]
     assert counts == [1, 0] and '/2/alarms">2<' in host.get("/compare").text, "not how many nodes are accused"
@@ -841,12 +665,11 @@ def test_several_runs_are_compared(town, copied, tmp_path):
     assert str(answer.url).endswith("/compare") and answer.text.count('<th scope="row">') == 2
     lines = {who: who.get("/1/chart.json?name=reward_mean&of=all").json()["lines"] for who in (client, host)}
     told = [re.fullmatch(r"[12] (.+) \(.+\)", line["label"]) for line in lines[host]]
-    assert [one and one[1] for one in told] == [town.folder.root.name, copied.name]
+    assert [one and one[1] for one in told] == [testbed.folder.root.name, copied.name]
     assert len(lines[client]) == 2 and "copy" not in str(lines[client]), "a folder is for its host"
     assert [line["label"] for line in lines[client]] == ["1 folder 1 (town)", "2 folder 2 (town)"], "they have one id"
     page = client.get("/compare").text
     assert "its host&#39;s folder 1" in page and "its host&#39;s folder 2" in page
-    shelf.close()
 
 
 def test_runs_are_told_apart_by_the_shortest_ends_of_their_paths():
@@ -863,14 +686,13 @@ def test_the_legend_has_the_newest_value_of_a_shorter_line():
     ]
     chart = Chart("reward", "Reward", "", "", "step", [0, 1, 2], lines)
     assert [chart.last(line) for line in lines] == [(2, 0.3), (1, 0.5), (2, None)]
-    drawn = {"chart": chart, "picture": picture_of(chart)}
-    legend = parts(templates(), str, "").chart(1, drawn)
+    legend = parts(templates(), str, "").chart(1, chart)
     assert re.findall('data-last="([^"]+)"', legend) == ["0.3", "0.5 at 1", "–"]
 
 
 def test_a_folder_without_a_run_is_an_error_in_one_line(tmp_path):
     with pytest.raises(ConfigError, match="no folder"):
-        PageRuns(tmp_path / "index.sqlite", [str(tmp_path / "nothing")])
+        ServedRuns(tmp_path / "index.sqlite", [str(tmp_path / "nothing")])
 
 
 def test_the_hosts_token_is_kept_for_it_alone(tmp_path):
@@ -880,3 +702,48 @@ def test_the_hosts_token_is_kept_for_it_alone(tmp_path):
     file.write_text("short")
     with pytest.raises(StateError, match="shorter"):
         host_token(file)
+
+
+def test_the_counts_of_a_node_and_a_validator_are_the_rows_that_they_lead_to(anyone, served_runs):
+    look = served_runs.look()
+    for node in look.nodes(1, role="worker")["rows"]:
+        page = html.unescape(anyone.get("/1/nodes").text)
+        for kind, count in (
+            ("credit", bool(node["credits"])),
+            ("group_accepted", node["accepted"]),
+            ("lease_lapsed", node["lapsed"]),
+        ):
+            link = f"log?node={node['key']}&kind={kind}"
+            assert (f"/1/{link}" in page) == bool(count), link
+            rows = table_of(anyone, link.replace("log?", "events.csv?"))
+            if kind == "lease_lapsed":  # the quarantine of the cheater may close a lease, which is no lapse
+                closed = {
+                    e.seq: e.body for e in served_runs.runs[0].reading.events() if isinstance(e.body, LeaseLapsed)
+                }
+                rows = [row for row in rows if closed[int(row["seq"])].cause in LAPSES]
+            assert len(rows) == count or (kind == "credit" and bool(rows) == count), link
+    [one] = look.validators(1)
+    page = html.unescape(anyone.get("/1/validators").text)
+    for link, count in (
+        (f"log?kind=verdict_given&node={one['validator']}", one["verdicts"]),
+        (f"refusals?validator={one['validator']}&outcome=hard", one["hard"]),
+    ):
+        assert f"/1/{link}" in page
+        assert (
+            len(table_of(anyone, link.replace("log?", "events.csv?").replace("refusals?", "refusals.csv?")))
+            == count
+            > 0
+        )
+
+
+def test_before_the_first_version_the_version_is_none_and_not_minus_one(testbed, tmp_path, indexed):
+    first = verify(Store(sqlite_url(testbed.folder.log), read_only=True).read()).entries[0]
+    served_runs = indexed(grown(tmp_path, [first]))
+    client = viewer(served_runs, token="")
+    assert [view for view in ("/1/", "/compare") if "-1" in "".join(Tags(client.get(view).text).words)] == []
+
+
+def test_the_form_of_a_figure_asks_for_the_same_metric(hostile):
+    name = "env_metric/\u202etxt.exe"
+    page = Tags(viewer(hostile, token="").get("/1/figure", params={"name": name}).text)
+    assert [a["value"] for tag, a in page.found if tag == "input" and a.get("type") == "hidden"] == [name]

@@ -3,37 +3,15 @@
 import json
 
 import pytest
-from starlette.testclient import TestClient
 
 from shoal.errors import StateError
 from shoal.run_folder import RunFolder
 from shoal.runs.redact import public_url, without_paths
-from shoal.tree import to_tree
-from shoal.views.web.app import page_app
+from shoal.typed_toml import to_tree
 from shoal.views.web.page_request import ANY_PLACE
-from shoal.views.web.page_runs import PageRuns
-from tests.roles.in_memory_run import tiny_run
-from tests.views.web.test_pages import TOKEN, crawled
-
-
-def page_of(root, tmp_path):
-    shelf = PageRuns(tmp_path / "index.sqlite", [str(root)])
-    while shelf.step():
-        pass
-    return shelf
-
-
-def as_host(shelf):
-    client = TestClient(page_app(shelf, TOKEN))
-    client.get(f"/?token={TOKEN}")
-    return client
-
-
-@pytest.fixture
-def shelf(town, tmp_path):
-    shelf = page_of(town.folder.root, tmp_path)
-    yield shelf
-    shelf.close()
+from tests.roles.testbed import tiny_run
+from tests.views.web.conftest import viewer
+from tests.views.web.test_pages import crawled
 
 
 def with_host(root, **host):
@@ -45,65 +23,59 @@ def with_host(root, **host):
     return folder
 
 
-def test_no_page_tells_the_public_where_the_folder_is(shelf, town, tmp_path):
-    root = str(town.folder.root)
-    found = crawled(TestClient(page_app(shelf, TOKEN)), ("/", "/compare"))
+def test_no_page_tells_the_public_where_the_folder_is(served_runs, testbed, tmp_path):
+    root = str(testbed.folder.root)
+    found = crawled(viewer(served_runs), ("/", "/compare"))
     views = {address.partition("/1/")[2].partition("/")[0].partition("?")[0] for address in found if "/1/" in address}
     assert {"groups", "nodes", "log", "csv", "chart.json", "alarms", "refusals", "versions"} <= views
     assert [address for address, answer in found.items() if root in answer.text or str(tmp_path) in answer.text] == []
-    told = crawled(as_host(shelf), ("/", "/compare"))
-    assert f"shoal audit {root} --rollout" in "".join(answer.text for answer in told.values())
+    assert f"shoal audit {ANY_PLACE} --rollout" in "".join(answer.text for answer in found.values())
+    [group, *_] = (address for address in found if "/1/groups/" in address)
+    assert f"shoal audit {root} --rollout" in viewer(served_runs, is_host=True).get(group).text
 
 
-def test_commands_name_the_address_that_each_viewer_can_use(copied, tmp_path):
+def test_commands_name_the_address_that_each_viewer_can_use(copied, indexed):
     with_host(copied, public_url="https://shoal.example.org")
-    shelf = page_of(copied, tmp_path)
-    number = shelf.look().rows("SELECT id FROM groups WHERE public = 1")[0]["id"]
-    key = shelf.look().rows("SELECT key FROM nodes WHERE role = 'worker'")[0]["key"]
+    served_runs = indexed(copied)
+    number = served_runs.look().rows("SELECT id FROM groups WHERE public = 1")[0]["id"]
+    key = served_runs.look().rows("SELECT key FROM nodes WHERE role = 'worker'")[0]["key"]
     for client, place in (
-        (TestClient(page_app(shelf, TOKEN)), "https://shoal.example.org"),
-        (as_host(shelf), str(copied)),
+        (viewer(served_runs), "https://shoal.example.org"),
+        (viewer(served_runs, is_host=True), str(copied)),
     ):
         assert f"shoal audit {place} --rollout" in client.get(f"/1/groups/{number}").text
         assert f"shoal credits {place} {key[:12]}" in client.get(f"/1/nodes/{key}").text
         assert f"Read from <bdi>{place}</bdi>" in client.get("/1/").text
-    shelf.close()
 
 
-def test_without_a_public_address_a_command_says_what_to_put_there(shelf):
-    number = shelf.look().rows("SELECT id FROM groups WHERE public = 1")[0]["id"]
-    assert f"shoal audit {ANY_PLACE} --rollout" in TestClient(page_app(shelf, TOKEN)).get(f"/1/groups/{number}").text
-
-
-def test_a_run_without_a_name_is_called_by_its_number_and_not_by_its_folder(tmp_path):
+def test_a_run_without_a_name_is_called_by_its_number_and_not_by_its_folder(tmp_path, indexed):
     folder = RunFolder(tmp_path / "secret-project")
     folder.prepare(tiny_run(), tmp_path)
-    shelf = page_of(folder.root, tmp_path)
-    page = TestClient(page_app(shelf, TOKEN)).get("/1/").text
+    served_runs = indexed(folder.root)
+    page = viewer(served_runs).get("/1/").text
     assert "secret-project" not in page and "<title>Overview · Run 1 · shoal</title>" in page
-    shelf.close()
 
 
-def test_errors_tell_the_public_no_path(shelf, town, monkeypatch, caplog):
-    root, reading = str(town.folder.root), shelf.runs[0].reading
-    number = shelf.look().rows("SELECT id FROM groups WHERE public = 1")[0]["id"]
+def test_errors_tell_the_public_no_path(served_runs, testbed, monkeypatch, caplog):
+    root, reading = str(testbed.folder.root), served_runs.runs[0].reading
+    number = served_runs.look().rows("SELECT id FROM groups WHERE public = 1")[0]["id"]
 
     def broken(*asked, **more):
         raise StateError(f"the log of {root} is broken, see /srv/other/place")
 
-    anyone, host = TestClient(page_app(shelf, TOKEN)), as_host(shelf)
-    monkeypatch.setattr(shelf.runs[0].builder, "advance", broken)
+    anyone, host = viewer(served_runs), viewer(served_runs, is_host=True)
+    monkeypatch.setattr(served_runs.runs[0].builder, "advance", broken)
     monkeypatch.setattr(reading, "group", broken)
     hidden, shown = (client.get(f"/1/groups/{number}").text for client in (anyone, host))
     assert "the log of RUN_FOLDER is broken, see …/place" in hidden and "/srv" not in hidden
     assert f"the log of {root} is broken" in shown
-    shelf.step()
+    served_runs.step()
     page = anyone.get("/1/").text
     assert "cannot be read now" in page and "the log of RUN_FOLDER" in page and root not in page
     assert "ask the run's host" in page and "ask the run's host" not in host.get("/1/").text
     assert root in caplog.text
-    monkeypatch.setattr(shelf, "look", lambda look=shelf.look(): look)
-    monkeypatch.setattr(shelf.look(), "alarms", broken)
+    monkeypatch.setattr(served_runs, "look", lambda look=served_runs.look(): look)
+    monkeypatch.setattr(served_runs.look(), "alarms", broken)
     fault = anyone.get("/1/alarms")
     assert fault.status_code == 503 and "RUN_FOLDER is broken" in fault.text and root not in fault.text
 

@@ -10,74 +10,60 @@ import shutil
 import sqlite3
 
 import pytest
-from starlette.testclient import TestClient
 
 from shoal.launch.run_lock import locked
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
-from shoal.metrics import METRICS
-from shoal.protocol.audit_selection import REPLAY
+from shoal.protocol.audit_and_pay import REPLAY
+from shoal.runs.csv_tables import node_note
 from shoal.runs.event_text import sentence_of
-from shoal.runs.replay import open_run
-from shoal.runs.tables import node_note
-from shoal.views.report.html import report_of
-from shoal.views.web.app import page_app
-from shoal.views.web.charts import OVERVIEW, Chart, ChartLine, chart_of, overview_charts, picture_of
-from shoal.views.web.page_runs import PageRuns
+from shoal.runs.run_reader import open_run
+from shoal.views.report.report import report_of
+from shoal.views.web.chart_data import chart_of
+from shoal.views.web.served_runs import ServedRuns
 from tests.envs import brittle
 from tests.ledger.test_no_signal import JUDGES, LONG, WORKER, serve_void, world_of
-from tests.roles.in_memory_run import Town, tiny_run
-
-TOKEN = "t" * 43
-
-
-@pytest.fixture
-def shelf(town, tmp_path):
-    shelf = PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])
-    while shelf.step():
-        pass
-    yield shelf
-    shelf.close()
+from tests.roles.testbed import RunTestbed, tiny_run
+from tests.views.web.conftest import viewer
 
 
-def words_of(shelf, address, is_host=False):
+def words_of(served_runs, address, is_host=False):
     """The words of a page, without its tags."""
-    client = TestClient(page_app(shelf, TOKEN))
-    client.get(f"/?token={TOKEN if is_host else ''}")
+    client = viewer(served_runs, is_host)
     return html.unescape(re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", client.get(address).text)))
 
 
-def tell(shelf, **said):
+def tell(served_runs, **said):
     """Make the index say so of the run."""
-    db = shelf.runs[0].builder._db
+    db = served_runs.runs[0].builder._db
     told = json.loads(db.execute("SELECT told FROM conditions").fetchone()[0])
     db.execute("UPDATE conditions SET told = ?", (json.dumps(told | said),))
 
 
-def test_the_page_says_that_it_reads_where_it_could_only_say_that_something_is_missing(town, tmp_path):
-    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
+def test_the_page_says_that_it_reads_where_it_could_only_say_that_something_is_missing(testbed, tmp_path):
+    with contextlib.closing(ServedRuns(tmp_path / "index.sqlite", [str(testbed.folder.root)])) as served_runs:
         for address in ("/1/", "/1/nodes", "/1/versions", "/1/refusals", "/1/validators", "/1/groups", "/1/log"):
-            words = words_of(shelf, address)
+            words = words_of(served_runs, address)
             assert "Nothing so far: reading the log" in words, address
             for missing in ("No worker", "No node", "No version", "Nothing was refused", "No validator", "is empty"):
                 assert missing not in words, (address, missing)
-        shelf.catch_up()
-        assert "reading the log" not in words_of(shelf, "/1/")
+        served_runs.catch_up()
+        assert "reading the log" not in words_of(served_runs, "/1/")
 
 
-def test_a_page_of_a_run_that_has_ended_does_not_call_itself_live(shelf):
-    client = TestClient(page_app(shelf, ""))
-    db = shelf.runs[0].builder._db
+def test_a_page_of_a_run_that_has_ended_does_not_call_itself_live(served_runs):
+    client = viewer(served_runs, token="")
+    db = served_runs.runs[0].builder._db
     for phase, is_live, is_stopped, badge in (
         ("running", 1, False, "Live"), ("running", 0, False, "No answer"), ("running", 0, True, "Stopped"),
         ("ended", 0, False, "The run has ended"), ("ended", 1, False, "The run has ended"),
     ):  # fmt: skip
-        tell(shelf, phase=phase, is_stopped=is_stopped)
+        tell(served_runs, phase=phase, is_stopped=is_stopped)
         db.execute("UPDATE conditions SET is_live = ?", (is_live,))
-        shelf.change += 1
+        served_runs.change += 1
         assert f'data-badge="{badge}"' in client.get("/1/figures").text
-        is_timed = badge == "Live" and re.search(r"Time left \d", words_of(shelf, "/1/"))
-        assert is_timed or re.search(r"Time left (–|stopped|none)", words_of(shelf, "/1/"))
+        is_timed = badge == "Live" and re.search(r"Time left \d", words_of(served_runs, "/1/"))
+        assert is_timed or re.search(r"Time left (–|stopped|none)", words_of(served_runs, "/1/"))
 
 
 def test_a_run_that_was_stopped_says_so_with_its_step_and_what_resumes_it(copied, tmp_path):
@@ -86,12 +72,12 @@ def test_a_run_that_was_stopped_says_so_with_its_step_and_what_resumes_it(copied
 
     def said():
         with (
-            contextlib.closing(PageRuns(tmp_path / f"{len(shown)}.sqlite", [str(copied)])) as shelf,
+            contextlib.closing(ServedRuns(tmp_path / f"{len(shown)}.sqlite", [str(copied)])) as served_runs,
             open_run(copied) as run,
         ):
-            shelf.catch_up(), run.catch_up()
-            host, anyone = words_of(shelf, "/1/", is_host=True), words_of(shelf, "/1/")
-            compared = words_of(shelf, "/compare")
+            served_runs.catch_up(), run.catch_up()
+            host, anyone = words_of(served_runs, "/1/", is_host=True), words_of(served_runs, "/1/")
+            compared = words_of(served_runs, "/compare")
             shown.append((host, anyone, compared, re.sub("<[^>]*>", " ", report_of(run, 0.0))))
             return shown[-1]
 
@@ -107,85 +93,47 @@ def test_a_run_that_was_stopped_says_so_with_its_step_and_what_resumes_it(copied
             assert "Stopped" not in words and "The coordinator does not answer" in words and "Time left –" in words
 
 
-def test_a_figure_without_a_value_has_no_spread(shelf):
-    shelf.runs[0].builder._db.execute("DELETE FROM metrics")
-    assert re.search(r"Reward – (?!±)", words_of(shelf, "/1/"))
+def test_a_paused_run_says_what_resumes_it_and_has_no_time_left(served_runs, testbed):
+    tell(served_runs, phase="paused", waiting_for="the host: the run is paused")
+    host, anyone = words_of(served_runs, "/1/", is_host=True), words_of(served_runs, "/1/")
+    assert f"Resume it with shoal admin resume {testbed.folder.root}" in host and "Time left paused" in host
+    assert "Its host resumes it" in anyone and "shoal admin" not in anyone and str(testbed.folder.root) not in anyone
 
 
-def test_a_paused_run_says_what_resumes_it_and_has_no_time_left(shelf, town):
-    tell(shelf, phase="paused", waiting_for="the host: the run is paused")
-    host, anyone = words_of(shelf, "/1/", is_host=True), words_of(shelf, "/1/")
-    assert f"Resume it with shoal admin resume {town.folder.root}" in host and "Time left paused" in host
-    assert "Its host resumes it" in anyone and "shoal admin" not in anyone and str(town.folder.root) not in anyone
-
-
-def test_a_host_reads_how_to_pause_a_run_that_goes_on_and_others_do_not(shelf, town):
-    tell(shelf, phase="running", waiting_for="workers")
-    host, anyone = words_of(shelf, "/1/", is_host=True), words_of(shelf, "/1/")
+def test_a_host_reads_how_to_pause_a_run_that_goes_on_and_others_do_not(served_runs, testbed):
+    tell(served_runs, phase="running", waiting_for="workers")
+    host, anyone = words_of(served_runs, "/1/", is_host=True), words_of(served_runs, "/1/")
     for word in ("pause", "resume", "drain"):
-        assert f"shoal admin {word} {town.folder.root}" in host
+        assert f"shoal admin {word} {testbed.folder.root}" in host
     assert "shoal admin" not in anyone and "Waits for workers" in anyone
 
 
-def test_the_overview_says_whether_the_reward_rises_as_the_terminal_does(shelf):
-    assert "means of" not in words_of(shelf, "/1/")  # two steps are too few to say
-    db = shelf.runs[0].builder._db
+def test_the_overview_says_whether_the_reward_rises_as_the_terminal_does(served_runs):
+    assert "means of" not in words_of(served_runs, "/1/")  # two steps are too few to say
+    db = served_runs.runs[0].builder._db
     db.execute("DELETE FROM series WHERE name = 'reward_all_mean'")
     rows = [("reward_all_mean", step, reward) for step, reward in enumerate((0.0, 0.25, 0.5, 0.75))]
     db.executemany("INSERT INTO series (run, name, step, value) VALUES (1, ?, ?, ?)", rows)
-    assert "Reward up in the last 4 steps: 0.125 to 0.625, means of 2 each." in words_of(shelf, "/1/")
+    assert "Reward up in the last 4 steps: 0.125 to 0.625, means of 2 each." in words_of(served_runs, "/1/")
 
 
-def test_the_overview_says_how_old_the_newest_verdict_is_while_the_run_goes_on(shelf):
-    assert "newest verdict" not in words_of(shelf, "/1/")
-    tell(shelf, phase="running")
-    assert re.search(r"Validators 1 newest verdict .+ ago", words_of(shelf, "/1/"))
+def test_the_overview_says_how_old_the_newest_verdict_is_while_the_run_goes_on(served_runs):
+    assert "newest verdict" not in words_of(served_runs, "/1/")
+    tell(served_runs, phase="running")
+    assert re.search(r"Validators 1 newest verdict .+ ago", words_of(served_runs, "/1/"))
 
 
-def test_nodes_have_shares_of_influence_and_refused_groups_say_what_counts(shelf):
-    row = next(row for row in shelf.look().nodes(1, "worker")["rows"] if row["name"] == "honest")
-    assert row["influence"] > 1 and row["influence_share"] == 1.0
-    assert "100.0%" in words_of(shelf, "/1/nodes") and "as a share of all nodes of its role" in words_of(
-        shelf, "/1/nodes"
-    )
-    groups = words_of(shelf, "/1/groups")
-    assert "refused in whole blocks, " in groups and "only those that failed a check" in groups
-
-
-def test_a_volunteer_finds_its_own_page_in_one_step_and_a_list_where_several_match(shelf):
-    key = shelf.look().rows("SELECT key FROM nodes WHERE name = 'honest'")[0]["key"]
+def test_a_volunteer_finds_its_own_page_in_one_step_and_a_list_where_several_match(served_runs):
+    key = served_runs.look().rows("SELECT key FROM nodes WHERE name = 'honest'")[0]["key"]
     for mine in (key[:12], "honest"):
-        found = words_of(shelf, f"/1/nodes?q={mine}&find=1")
+        found = words_of(served_runs, f"/1/nodes?q={mine}&find=1")
         assert "What it helped with" in found and "Share of credits" in found and key in found
-    assert "No node matches" in words_of(shelf, "/1/nodes?q=nobody&find=1")
-    assert "Rank is the place" in words_of(shelf, "/1/nodes?q=&find=1")
+    assert "No node matches" in words_of(served_runs, "/1/nodes?q=nobody&find=1")
+    assert "Rank is the place" in words_of(served_runs, "/1/nodes?q=&find=1")
 
 
-def test_a_chart_of_one_point_is_a_dot_with_its_value():
-    lines = [ChartLine("mean", [0.5]), ChartLine("95 %, high", [0.625], True), ChartLine("95 %, low", [0.4], True)]
-    drawn = picture_of(Chart("heldout", "Held-out results", "success", "", "version", [0], lines, "95 %"))
-    assert drawn is not None
-    first, last = drawn.lines[0][1][0].split(" ")
-    assert first == last and drawn.only == "version 0: 0.5, 95 %: 0.4 to 0.625"
-    longer = picture_of(Chart("heldout", "", "", "", "version", [0, 2], [ChartLine("mean", [0.5, 0.75])]))
-    assert longer is not None and longer.only == ""
-
-
-@pytest.mark.parametrize(("value", "edges"), [(0.0, (0, 1)), (0.25, (0, 0.5)), (3.0, (0, 6)), (-1.0, (-2, 0))])
-def test_the_axis_of_equal_values_reaches_to_0(value, edges):
-    drawn = picture_of(Chart("clip_share", "", "share", "", "step", [0, 1], [ChartLine("all", [value, value])]))
-    assert drawn is not None and (drawn.low, drawn.high) == edges
-
-
-def test_the_page_shows_a_single_evaluation_with_its_value_and_version(shelf):
-    for address in ("/1/", "/1/heldout", "/1/figure?name=heldout"):
-        page = TestClient(page_app(shelf, TOKEN)).get(address).text
-        assert '<div class="ends only"><span>version 0: 0.5, 95 %: 0.4 to 0.6</span>' in page, address
-        assert '<polyline class="line l0 dot"' in page and '<polygon class="band dot"' in page
-
-
-def test_the_page_draws_no_evaluation_that_has_many_faults(shelf, monkeypatch):
-    look = shelf.look()
+def test_the_page_draws_no_evaluation_that_has_many_faults(served_runs, monkeypatch):
+    look = served_runs.look()
     rows = [{**row, "faults": 6} for row in look.heldout(1)]
     assert chart_of(look, 1, "heldout").lines
     monkeypatch.setattr(look, "heldout", lambda run: rows)
@@ -193,97 +141,82 @@ def test_the_page_draws_no_evaluation_that_has_many_faults(shelf, monkeypatch):
     assert not drawn.lines and drawn.sentence.endswith("Not drawn, because of faults: 1.")
 
 
-def test_no_two_figures_have_the_same_name(shelf):
-    look = shelf.look()
-    titles = [chart_of(look, 1, name).title for name in dict.fromkeys([*OVERVIEW, *METRICS])]
-    assert len(titles) == len({*titles})
-
-
-def test_the_reward_that_the_page_draws_first_is_that_of_all_groups_as_in_the_terminal(shelf):
-    look = shelf.look()
-    assert "Reward reward by step" in words_of(shelf, "/1/") and "reward_mean" not in overview_charts(look, 1)
-    client = TestClient(page_app(shelf, TOKEN))
-    compared = client.get("/compare").text
-    assert "name=reward_all_mean" in compared and "name=reward_mean" not in compared
-    newest = client.get("/1/csv/metrics.csv?name=reward_all_mean").text.splitlines()[-1].rpartition(",")[2]
-    assert f"{float(newest):.3g}" in re.sub("<[^>]*>", " ", compared)
-
-
 @pytest.fixture(scope="module")
-def brittle_shelf(tmp_path_factory):
+def brittle_runs(tmp_path_factory):
     """The page of a run whose environment fails on some rollouts, and its reading."""
     env = {"name": brittle.__file__, "kind": "episodes"}
-    town = Town(tmp_path_factory.mktemp("brittle") / "run", tiny_run(envs=[env], steps=2, storage={"retain": "all"}))
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    testbed = RunTestbed(
+        tmp_path_factory.mktemp("brittle") / "run", tiny_run(envs=[env], steps=2, storage={"retain": "all"})
+    )
+    asyncio.run(testbed.live(testbed.trainer(), testbed.validator(), testbed.worker("worker-0")))
 
     def open_one(where, private):
         return open_run(where, private=private, own_files=True)
 
-    shelf = PageRuns(tmp_path_factory.mktemp("brittle") / "index.sqlite", [str(town.folder.root)], open_one=open_one)
-    shelf.catch_up()
-    yield shelf
-    shelf.close()
+    served_runs = ServedRuns(
+        tmp_path_factory.mktemp("brittle") / "index.sqlite", [str(testbed.folder.root)], open_one=open_one
+    )
+    served_runs.catch_up()
+    yield served_runs
+    served_runs.close()
 
 
-def test_a_rollout_on_which_the_environment_failed_says_so_and_what_was_raised(brittle_shelf):
-    reading = brittle_shelf.runs[0].reading
+def test_a_rollout_on_which_the_environment_failed_says_so_and_what_was_raised(brittle_runs):
+    reading = brittle_runs.runs[0].reading
     accepted = [e.body for e in reading.events() if isinstance(e.body, GroupAccepted) and e.body.faults]
     failed = max(accepted, key=lambda body: len(body.faults.rollouts))
     address = f"/1/versions/{failed.version}/slots/{failed.slot}"
     first, *others = failed.faults.rollouts
-    words = words_of(brittle_shelf, f"{address}?rollout={first}", is_host=True)
+    words = words_of(brittle_runs, f"{address}?rollout={first}", is_host=True)
     assert "The environment failed on this rollout: it counts in nothing that is learned" in words
     assert f"Raised: {failed.faults.said}" in words
     assert f"Environment failed on {1 + len(others)} rollout" in words
     assert words.count("counts in nothing environment failed") == 1 + len(others)
     whole = next(index for index in range(len(failed.rewards)) if index not in failed.faults.rollouts)
-    assert "failed on this rollout" not in words_of(brittle_shelf, f"{address}?rollout={whole}", is_host=True)
-    group = brittle_shelf.group(1, reading.place_of(failed.version, failed.slot), True, parts=True)
+    assert "failed on this rollout" not in words_of(brittle_runs, f"{address}?rollout={whole}", is_host=True)
+    group = brittle_runs.group(1, reading.place_of(failed.version, failed.slot), True, parts=True)
     assert [r.index for r in group.rollouts if r.failed] == list(failed.faults.rollouts)
     assert all("KeyError: 'no answer such as" in r.fault for r in group.rollouts if r.failed)
-    rows = brittle_shelf.look().rows("SELECT version, slot, faults FROM groups WHERE faults > 0")
+    rows = brittle_runs.look().rows("SELECT version, slot, faults FROM groups WHERE faults > 0")
     assert sorted((row["version"], row["slot"], row["faults"]) for row in rows) == sorted(
         (body.version, body.slot, len(body.faults.rollouts)) for body in accepted
     )
 
 
-def test_a_host_whose_run_paused_by_environment_faults_reads_the_whole_remedy(shelf, town):
+def test_a_host_whose_run_paused_by_environment_faults_reads_the_whole_remedy(served_runs, testbed):
     cause = f"{FAULTS}words fails on 40 of its newest 400 rollouts: words.py line 7: KeyError: {'no such answer ' * 12}"
-    tell(shelf, phase="paused", pause_cause=cause, waiting_for=f"the host: {cause}. {FAULT_REMEDY}")
-    words, folder = words_of(shelf, "/1/", is_host=True), town.folder.root
+    tell(served_runs, phase="paused", pause_cause=cause, waiting_for=f"the host: {cause}", remedy=FAULT_REMEDY)
+    words, folder = words_of(served_runs, "/1/", is_host=True), testbed.folder.root
     assert "which shoal env check tries; where" in words.replace(" ;", ";") and "words fails on 40" in words
     for action in ("resume", "drain"):  # once here, once in the list of commands below
         assert words.count(f"shoal admin {action} {folder}") == words.count(f"shoal admin {action}") == 2
     assert "`" not in words and "Resume it with" not in words
     assert "Start its host again first, because nobody answers. Correct the environment" in words
-    others = words_of(shelf, "/1/")
+    others = words_of(served_runs, "/1/")
     assert "Its host resumes it" in others and "Correct the environment" not in others
 
 
 @pytest.mark.parametrize(("check", "is_told"), [("environment", True), (REPLAY, False)])
-def test_the_overview_says_why_tasks_cannot_begin_while_the_run_goes_on(tmp_path, check, is_told):
+def test_the_overview_says_why_tasks_cannot_begin_while_the_run_goes_on(tmp_path, check, is_told, indexed):
     world = world_of(tmp_path, validators=JUDGES)
     serve_void(world, check=check)
     world.serve(WORKER, by=JUDGES[0])
-    world.book.store.close()
+    world.log_writer.store.close()
     (tmp_path / "run.json").write_text("{}")
-    shelf = PageRuns(tmp_path / "index.sqlite", [str(tmp_path)])
-    while shelf.step():
-        pass
+    served_runs = indexed(tmp_path)
     for is_new in (True, False):
-        assert (LONG in words_of(shelf, "/1/")) == is_told, is_new
-        shelf.close()
-        shelf = PageRuns(tmp_path / "index.sqlite", [str(tmp_path)])
-    shelf.close()
+        assert (LONG in words_of(served_runs, "/1/")) == is_told, is_new
+        served_runs.close()
+        served_runs = indexed(tmp_path)
 
 
-def test_the_overview_and_the_report_count_the_rollouts_on_which_the_environment_failed(brittle_shelf, shelf):
-    events = list(brittle_shelf.runs[0].reading.events())
+def test_the_overview_and_the_report_count_the_rollouts_on_which_the_environment_failed(brittle_runs, served_runs):
+    events = list(brittle_runs.runs[0].reading.events())
     faults = [e.body.faults.rollouts for e in events if isinstance(e.body, GroupAccepted) and e.body.faults]
     number, those = sum(map(len, faults)), "rollout" if sum(map(len, faults)) == 1 else "rollouts"
-    assert f"Environment failed on {number} {those}, which count in nothing" in words_of(brittle_shelf, "/1/")
-    assert "Environment failed on" not in words_of(shelf, "/1/")
-    with open_run(brittle_shelf.runs[0].where) as run:
+    assert f"Environment failed on {number} {those}, which count in nothing" in words_of(brittle_runs, "/1/")
+    assert "Environment failed on" not in words_of(served_runs, "/1/")
+    with open_run(brittle_runs.runs[0].where) as run:
         run.catch_up()
         report = re.sub(r"\s+", " ", report_of(run, 0.0))
     assert f"The environment failed on {number} {those}, which count in nothing" in report
@@ -292,26 +225,28 @@ def test_the_overview_and_the_report_count_the_rollouts_on_which_the_environment
         assert words.endswith(f"the environment fails on {len(failed)} rollout{'s' if len(failed) > 1 else ''}")
 
 
-def test_the_start_page_says_which_log_is_broken_and_which_is_still_read(town, copied, tmp_path):
+def test_the_start_page_says_which_log_is_broken_and_which_is_still_read(testbed, copied, tmp_path):
     broken = shutil.copytree(copied, tmp_path / "broken")
     with contextlib.closing(sqlite3.connect(broken / "log.sqlite")) as log, log:
         log.execute("UPDATE events SET hash = printf('%064d', 0) WHERE seq = 3")
-    shelf = PageRuns(tmp_path / "index.sqlite", [str(town.folder.root), str(copied), str(broken)])
-    words = words_of(shelf, "/compare")
+    served_runs = ServedRuns(tmp_path / "index.sqlite", [str(testbed.folder.root), str(copied), str(broken)])
+    words = words_of(served_runs, "/compare")
     assert words.count("reading the log, 0 %") == 3 and "starting" not in words
-    shelf.catch_up()
-    words = words_of(shelf, "/compare")
+    served_runs.catch_up()
+    words = words_of(served_runs, "/compare")
     assert words.count("log broken") == 1 and "reading the log" not in words
-    refused = TestClient(page_app(shelf, TOKEN)).get("/3/csv/metrics.csv")
-    assert refused.status_code == 503 and shelf.fault(3) not in refused.text, "it may name the host's folders"
+    refused = viewer(served_runs).get("/3/csv/metrics.csv")
+    assert refused.status_code == 503 and served_runs.fault(3) not in refused.text, "it may name the host's folders"
     assert "cannot be read to its end" in refused.text and "reading" not in refused.text.lower()
-    tell(shelf, phase="paused", waiting_for="the host: the run is paused")
-    assert words_of(shelf, "/compare").count("paused") == 4, "not twice, as phase and as time left, of both whole runs"
-    shelf.close()
+    tell(served_runs, phase="paused", waiting_for="the host: the run is paused")
+    assert words_of(served_runs, "/compare").count("paused") == 4, (
+        "not twice, as phase and as time left, of both whole runs"
+    )
+    served_runs.close()
 
 
-def test_an_announced_cheater_is_named_so_after_its_quarantine(shelf):
-    run, builder = shelf.runs[0].reading, shelf.runs[0].builder
+def test_an_announced_cheater_is_named_so_after_its_quarantine(served_runs):
+    run, builder = served_runs.runs[0].reading, served_runs.runs[0].builder
     cheater = next(member for member in run.state.members.values() if member.name == "cheater")
     assert cheater.until > 0, "it was quarantined"
     cheater.name, cheater.standing = "cheater-0", "new"
@@ -319,7 +254,7 @@ def test_an_announced_cheater_is_named_so_after_its_quarantine(shelf):
     builder._put_nodes()
     builder._db.commit()
     for address in ("/1/", "/1/nodes", f"/1/nodes/{cheater.key}"):
-        words = words_of(shelf, address)
+        words = words_of(served_runs, address)
         assert words.count("new cheats, was quarantined") == 1 and words.count("was quarantined") == 1, address
     assert report_of(run, 0.0).count("new (cheats, was quarantined)") == 1
     run.state.config = {"workers": {"cheating": "many"}}

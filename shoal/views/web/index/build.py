@@ -19,19 +19,19 @@ from shoal.errors import StateError
 from shoal.evaluation_files import Evaluation, why_not_comparable
 from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
 from shoal.ledger.event import Entry
-from shoal.ledger.group_signal import advantages
+from shoal.ledger.group_advantages import advantages
 from shoal.ledger.lease_sizing import is_slow, usual_pace_s
 from shoal.ledger.leases import LeaseGranted
-from shoal.ledger.run import RulesChanged, RunEnded
+from shoal.ledger.run_events import RulesChanged, RunEnded
 from shoal.ledger.status import status_of
 from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
 from shoal.ledger.versions import CheckpointPublished, LinkRevealed
-from shoal.metrics import MetricsLine, step_of
 from shoal.protocol.algorithm_config import judged_by_trainer, step_credit_of, vine_of
-from shoal.protocol.group_rewards import without_faults
-from shoal.runs.replay import RunReader, slot_of, standing_of
-from shoal.runs.tables import event_row, judged, mean, node_note, refusal_rows, spread, verdict_row
+from shoal.protocol.reward_rules import without_faults
+from shoal.runs.csv_tables import event_row, judged, mean, node_note, refusal_rows, spread, verdict_row
+from shoal.runs.run_reader import RunReader, slot_of, standing_of
+from shoal.step_metrics import MetricsLine, step_of
 from shoal.views.web.index.insert_rows import MetricsIndex, Quota, decode_bodies, note_alarms
 from shoal.views.web.index.schema import (
     MOST_ROLLOUTS,
@@ -100,8 +100,8 @@ class Builder:
     def advance(self) -> bool:
         """Index the next page of the log, of metrics, and some bodies. Returns whether there was anything to do.
 
-        Raises `ShoalError` as `Reading` does; what was indexed before stays. After `PeerError`, call it again later. After
-        any other error, open the run again with another builder: this one may have forgotten what it was to write.
+        Raises `ShoalError` as `RunReader` does; what was indexed before stays. After `PeerError`, call it again later.
+        After any other error, open the run again with another builder: this one may have forgotten what it was to write.
         """
         with told_as_errors(self.reading.name):
             return self._advance()

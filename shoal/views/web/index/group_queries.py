@@ -1,14 +1,14 @@
 """Questions to an index about groups: lists by filter and by text, one group, the same task in other versions.
 
 What the log says of a group is public; its environment, task, texts and endings are shown once its body is public, or to
-the host (`private`). The tokens of a group are not in the index: `Reading.group` decodes them.
+the host (`private`). The tokens of a group are not in the index: `RunReader.group` decodes them.
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError
-from shoal.runs.tables import Row
+from shoal.runs.csv_tables import Row
 from shoal.views.web.index.queries import PAGE, SCANNED, IndexQueries, before, limited, page_of
 from shoal.views.web.index.schema import LARGEST, MOST_ROLLOUTS, query_of, run_word
 
@@ -153,17 +153,14 @@ def group(look: IndexQueries, run: int, number: int, private: bool = False) -> R
     }  # fmt: skip
 
 
-def number_of(look: IndexQueries, run: int, *, digest: str = "", version: int = -1, slot: int = -1) -> int:
-    """The number of a group by the digest of its bytes, or by the slot that it filled. Raises `ConfigError`."""
-    if digest:
-        found = look.rows("SELECT id FROM groups WHERE run = ? AND digest = ? ORDER BY id LIMIT 1", run, digest)
-    else:
-        found = look.rows(
-            "SELECT id FROM groups WHERE run = ? AND version = ? AND slot = ? ORDER BY status IN ('signal', 'flat', "
-            "'continued') DESC, id LIMIT 1", run, version, slot,
-        )  # fmt: skip
+def number_of(look: IndexQueries, run: int, version: int, slot: int) -> int:
+    """The number of the group that filled a slot. Raises `ConfigError`."""
+    found = look.rows(
+        "SELECT id FROM groups WHERE run = ? AND version = ? AND slot = ? ORDER BY status IN ('signal', 'flat', "
+        "'continued') DESC, id LIMIT 1", run, version, slot,
+    )  # fmt: skip
     if not found:
-        raise ConfigError(f"the index has no such group: {digest[:16] or f'version {version}, slot {slot}'}")
+        raise ConfigError(f"the index has no such group: version {version}, slot {slot}")
     return int(found[0]["id"])
 
 

@@ -13,13 +13,13 @@ from msgspec import structs
 
 from shoal.alarms import AlarmLine
 from shoal.errors import NothingYet, StateError
-from shoal.metrics import MetricsLine, meaning_of, step_of
 from shoal.protocol import messages as t
 from shoal.run_folder import held_below
+from shoal.runs.csv_tables import mean
 from shoal.runs.redact import alarm_of
-from shoal.runs.replay import GroupRef, RunReader
 from shoal.runs.rollouts import ReadGroup
-from shoal.runs.tables import mean
+from shoal.runs.run_reader import GroupRef, RunReader
+from shoal.step_metrics import MetricsLine, meaning_of, step_of
 from shoal.views.web.index.schema import METRIC, MOST_ROLLOUTS, fit_for_search, numbers_of, plain, query_of, run_word
 
 PUT = (

@@ -6,18 +6,17 @@ Each answer is a dict or a list of dicts with plain values. None should take mor
 """
 
 import json
-import math
 from collections.abc import Sequence
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import ConfigError
-from shoal.metrics import pace_of
-from shoal.runs.tables import Row
+from shoal.runs.csv_tables import Row
+from shoal.step_metrics import pace_of
 from shoal.views.web.index.schema import METRIC, open_to_read, query_of, run_word
 
 PAGE = 50
@@ -40,6 +39,18 @@ _PLACES = 1048576
 
 RANKINGS = ("credits", "accepted", "refused", "influence", "lapsed", "leases", "pace_s", "place", "name")
 """What nodes may be ordered by; `place` is the order in which they joined."""
+
+
+class RefusalFilter(NamedTuple):
+    """Which refusals, by the columns of their table; what is left out filters nothing."""
+
+    check: str = ""
+    worker: str = ""
+    validator: str = ""
+    """Keys."""
+    outcome: str = ""
+    seq: int | None = None
+    """Of the event of one verdict."""
 
 
 class IndexQueries:
@@ -116,41 +127,27 @@ class IndexQueries:
             found.append(last)
         return found
 
-    def series(
-        self,
-        run: int,
-        name: str,
-        points: int = 500,
-        smooth: float = 0.0,
-        after: int = -1,
-        wide: int = 0,
-        counts: bool = False,
-    ) -> list[Row]:
-        """A metric over the steps above `after`, in at most so many points: `step`, `value`, and `low` and `high` of the
-        steps that the point is made of, which are `wide` steps if that is not 0. `smooth`, from 0 to below 1, is the
-        weight of the smoothed value before: see `smoothed`. `counts`: it is 0 in a step that has others of its family."""
+    def series(self, run: int, name: str, smooth: float = 0.0, wide: int = 1, counts: bool = False) -> list[Row]:
+        """A metric by step: the last step, and the mean, of each point, which is made of `wide` steps. `smooth`, from 0 to
+        below 1, is the weight of the smoothed value before: see `smoothed`. `counts`: it is 0 in a step that has others
+        of its family."""
         cursor = self.db.cursor()
         cursor.row_factory = None  # tuples take half of the time that rows do
-        found = cursor.execute(
-            "SELECT step, value FROM series WHERE run = ? AND name = ? AND step > ? ORDER BY step", (run, name, after)
-        ).fetchall()
+        asked = "SELECT step, value FROM series WHERE run = ? AND name = ? ORDER BY step"
+        found = cursor.execute(asked, (run, name)).fetchall()
         if found and counts:
             family = f"{name.partition('/')[0]}/"
-            asked = "SELECT DISTINCT step, 0.0 FROM series WHERE run = ? AND substr(name, 1, ?) = ? AND step > ?"
-            zeros = cursor.execute(asked, (run, len(family), family, after)).fetchall()
+            asked = "SELECT DISTINCT step, 0.0 FROM series WHERE run = ? AND substr(name, 1, ?) = ?"
+            zeros = cursor.execute(asked, (run, len(family), family)).fetchall()
             found = sorted((dict(zeros) | dict(found)).items())
         if not found:
             return []
         steps, raw = (np.array(column) for column in zip(*found, strict=True))
-        starts = np.arange(0, len(raw), max(1, math.ceil(len(raw) / max(1, points))))
-        if wide:
-            starts = np.flatnonzero(np.diff(steps // wide, prepend=-1))
+        starts = np.flatnonzero(np.diff(steps // wide, prepend=-1))
         ends = np.append(starts[1:], len(raw))
         means = np.add.reduceat(smoothed(raw, smooth), starts) / (ends - starts)
-        lows, highs = np.minimum.reduceat(raw, starts), np.maximum.reduceat(raw, starts)
-        columns = (steps[ends - 1], means, lows, highs)
-        names = ("step", "value", "low", "high")
-        return [dict(zip(names, row, strict=True)) for row in zip(*(one.tolist() for one in columns), strict=True)]
+        points = zip(steps[ends - 1].tolist(), means.tolist(), strict=True)
+        return [{"step": step, "value": value} for step, value in points]
 
     def last_step(self, run: int, names: Sequence[str]) -> int:
         """The newest step that has one of these metrics; -1 if none has."""
@@ -213,7 +210,7 @@ class IndexQueries:
         return {
             **row, "rank": better + 1, "share": row["credits"] / total if total else 0.0,
             "influence_share": row["influence"] / influence if influence else 0.0, "versions": versions, "steps": steps,
-            "refusals": self.refusals(run, worker=key, limit=20)["rows"],
+            "refusals": self.refusals(run, RefusalFilter(worker=key), limit=20)["rows"],
         }  # fmt: skip
 
     # --- judgement ---
@@ -228,15 +225,13 @@ class IndexQueries:
         )  # fmt: skip
 
     def refusals(
-        self, run: int, check: str = "", worker: str = "", after: int | None = None, limit: int = PAGE,
-        validator: str = "", outcome: str = "", seq: int | None = None,
-    ) -> Row:  # fmt: skip
-        """A page of refusals, newest first, with what became of each group. `seq` is the event of one verdict."""
+        self, run: int, only: RefusalFilter = RefusalFilter(), after: int | None = None, limit: int = PAGE
+    ) -> Row:
+        """A page of refusals, newest first, with what became of each group."""
         where, values, limit = ["r.run = ?"], list[Any]([run]), limited(limit)
-        only = (('r."check"', check), ("r.worker", worker), ("r.validator", validator), ("r.outcome", outcome))
-        for column, value in (*only, ("r.seq", seq)):
+        for column, value in only._asdict().items():
             if value not in ("", None):
-                where, values = [*where, f"{column} = ?"], [*values, value]
+                where, values = [*where, f'r."{column}" = ?'], [*values, value]
         if after is not None:
             at, place = divmod(after, _PLACES)
             where, values = [*where, "(r.seq < ? OR (r.seq = ? AND r.place > ?))"], [*values, at, at, place]

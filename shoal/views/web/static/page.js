@@ -1,4 +1,4 @@
-// The page works without this. It asks for news, draws charts with uPlot, smooths them, and moves by keys.
+// All but the charts works without this. It draws them with uPlot, smooths them, asks for news, and moves by keys.
 "use strict";
 (() => {
   const EVERY_MS = 5000, LATE_MS = 15000, HIDDEN_MS = 60000, MOST_MS = 60000, CHARTS_MS = 60000;
@@ -43,7 +43,6 @@
     const answer = await fetch(address);
     if (!answer.ok) return;
     const told = await answer.json();
-    if (told.x.length < 2) return; // the picture of the page shows a single point, with its value
     let plain = 0;
     const series = told.lines.map((line) => {
       const i = line.edge ? 0 : plain++;
@@ -56,7 +55,7 @@
     const axis = { stroke: quiet, font: "12px system-ui, sans-serif", grid: { stroke: rule, width: 1 }, ticks: { show: false } };
     const options = {
       width: plot.clientWidth, height: figure.closest(".large") ? 340 : 190, legend: { show: false }, cursor: { y: false },
-      hooks: { setCursor: [(chart) => read(figure, told, chart.cursor.idx)] }, scales: { x: { time: false }, y: { range } }, series: [{ label: told.x_label }, ...series], axes: [{ ...axis, size: 30, ...(told.x.every(Number.isInteger) ? { incrs: WHOLE } : {}) }, { ...axis, size: 56, values: labels }],
+      hooks: { setCursor: [(chart) => read(figure, told, chart.cursor.idx)] }, scales: { x: { time: false, ...(told.x.length < 2 ? { range: () => [told.x[0], told.x[0] + 1] } : {}) }, y: { range } }, series: [{ label: told.x_label }, ...series], axes: [{ ...axis, size: 30, ...(told.x.every(Number.isInteger) ? { incrs: WHOLE } : {}) }, { ...axis, size: 56, values: labels }],
       bands: edges.length === 2 ? [{ series: edges, fill: css("--band") }] : [],
     };
     const data = [told.x, ...told.lines.map((line) => line.values)];
@@ -84,7 +83,6 @@
         if (typeof i === "number" && Math.abs(event.clientX - began) < 4) location.href = to + told.x[i];
       });
     }
-    figure.classList.add("drawn");
     drawn.set(figure, made);
   }
 
@@ -94,6 +92,8 @@
     const away = index === null || index === undefined, at = figure.querySelector("[data-at]");
     at.textContent = away ? at.dataset.at : told.x[index];
     const plain = told.lines.filter((line) => !line.edge);
+    const band = figure.querySelector("[data-band]"), edges = told.lines.filter((line) => line.edge).map((line) => line.values[away ? told.x.length - 1 : index]);
+    if (band) band.textContent = edges.filter((edge) => typeof edge === "number").sort((a, b) => a - b).map((edge) => figures.format(edge)).join(" to ");
     figure.querySelectorAll("[data-last]").forEach((one, i) => {
       const value = away || !plain[i] ? null : plain[i].values[index];
       one.textContent = away ? one.dataset.last : value === null ? "–" : figures.format(value);

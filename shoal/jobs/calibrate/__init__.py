@@ -1,1 +1,0 @@
-from shoal.jobs.calibrate.main import main as main
