@@ -2,9 +2,9 @@
 
 A failed write is counted and logged once; it never stops training. A line with a name that METRICS lacks is not written.
 
-A new metric needs its row in `METRICS` (with `headline=True` it is in the terminal and the report), its figure in
-`train/learner.py`, `roles/trainer/batch_reader.py` or `Trainer._report`, and `python -m tests.test_docs --write`; to be on
-the first page also its place in `OVERVIEW` of `views/web/chart_data.py`.
+A new metric needs its row in `METRICS` (with a `form` it is in the terminal, with `headline=True` in plots, the report and
+the first page), its figure in `train/learner.py`, `roles/trainer/batch_reader.py` or `Trainer._report`, and
+`python -m tests.test_docs --write`.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """A plugin of pytest for `make test`: CPU-seconds of each test and file, with the processes that they ended, in a file.
 
-Files with few tests go first: they hold whole runs, which wait, and at the end nothing else would use the cores. The garbage
-collector skips what was imported and collected: that saves a tenth of the CPU-seconds.
+Files with few tests go first: they hold whole runs, which wait, and at the end nothing else would use the cores.
+The garbage collector skips what was imported and collected: that saves a tenth of the CPU-seconds.
 
 python -m pytest -p tests.cpu_seconds tests/ledger      # then read .cache/cpu_seconds.txt
 """

@@ -40,7 +40,6 @@ from shoal.engine import dishonest
 from shoal.envs.load import BUILT_IN
 from shoal.ledger.event import event_hash
 from shoal.ledger.event_types import KINDS
-from shoal.ledger.log.check import SLOT_CHAIN
 from shoal.monitors.alarms import BETWEEN, MONITORS
 from shoal.protocol import (
     algorithm_config,
@@ -53,6 +52,7 @@ from shoal.protocol import (
     task_draws,
 )
 from shoal.protocol.field_types import words_of
+from shoal.protocol.seed_chain import SLOT_CHAIN
 from shoal.roles.coordinator import prometheus
 from shoal.roles.coordinator.main import open_run
 from shoal.roles.coordinator.routes import CALLS

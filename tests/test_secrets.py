@@ -7,13 +7,12 @@ import pytest
 
 import shoal.run_folder as folder_module
 from shoal.errors import StateError
-from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.ledger.slot_draws import audit_draws, recheck_draw
 from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord
 from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import Rules
-from shoal.protocol.seed_chain import SecretChain
+from shoal.protocol.seed_chain import AUDIT_CHAIN, SLOT_CHAIN, SecretChain
 from shoal.run_folder import RunFolder
 from tests.roles.testbed import RunTestbed, tiny_run
 

@@ -2,7 +2,8 @@
 
 A new kind of engine needs an `Engine` of `engine/interface` in a file of this folder, a case and its name in `KINDS` here,
 the name in `protocol/tolerances.py` (in `protocol/constants.py` if `--engine` of `cli/options.py` offers it), its memory in
-`models/memory.py`, who takes it in `roles/node/session.py`, `engine_loader.py` and `preflight.py`, and bounds.
+`models/memory.py`, who takes it in `roles/node/lifecycle.py`, `weights/engine_loader.py` and `launch/preflight.py`, and
+bounds in `protocol/tolerances.py`.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """One rollout as it grows: the rules for turns, limits and endings.
 
-`play` feeds it what an engine samples; `replay` feeds it the policy's turns from a claimed rollout. Only this file
+`play_episodes` feeds it what an engine samples; `replay` feeds it the policy's turns from a claimed rollout. Only this file
 decides where a turn ends, what the environment adds, and how a rollout ends.
 
 A conversation opens with the environment's messages. Then, turn by turn, the policy writes up to `room` tokens:

@@ -1,6 +1,6 @@
 """Evaluation: how good a checkpoint is on held-out tasks, as a file or on the terminal.
 
-`envs/evaluate` plays the episodes; this role gives it the checkpoint, the environment and the threads.
+`envs/evaluate` plays the episodes; this job gives it the checkpoint, the environment and the threads.
 """
 
 import json

@@ -56,7 +56,7 @@ class RunProcesses:
         for i, cheat in zip(range(config.workers.cheating), cycle(CHEATS), strict=False):
             self.workers.append(
                 self._node(f"cheater-{i}", url, config.workers, cheat=cheat)
-            )  # of our own engine's words
+            )  # cheats run in our own engine
 
     def _node(
         self, name: str, url: str, section: WorkersConfig | ValidatorsConfig, key_file: str = "", engine: str = "",

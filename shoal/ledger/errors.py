@@ -19,3 +19,7 @@ class Wait(ShoalError):
         """`retry_s` is when to ask again, in seconds."""
         super().__init__(reason)
         self.retry_s = retry_s
+
+
+FAULTS = (KeyError, IndexError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError)
+"""What rules and state raise over events that no run of these rules ever wrote."""

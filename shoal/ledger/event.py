@@ -1,6 +1,6 @@
 """An event's bytes and its hash: the ground floor of the log.
 
-It does not depend on kinds of events: `registry` gives bodies their types.
+It does not depend on kinds of events: `ledger/event_types.py` gives bodies their types.
 """
 
 import msgspec

@@ -13,7 +13,7 @@ from shoal.protocol.messages import GroupVerdict
 from shoal.protocol.messages.responses import CreditLine
 
 Table = dict[type, Callable[..., Any]]
-"""A function for each type of command or event. `registry` merges those of all subjects."""
+"""A function for each type of command or event. `ledger/event_types.py` merges those of all subjects."""
 
 
 class Trigger(NamedTuple):

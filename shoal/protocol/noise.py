@@ -1,8 +1,8 @@
 """The noise of seeded sampling: a sample seed and a token's absolute index give the noise of each vocabulary entry.
 
-Engines make noise in several ways, and a validator must make the worker's. Each way is a family, named for its arithmetic.
-A run has one: `Sampling.noise` names it, and every node must have it. The functions here are called by tests, and by the
-engine that asks a foreign sampler which family it has; `algos` has fast ones. The token is the argmax of
+Engines make noise in several ways, and a validator must make the same noise as the worker. Each way is a family, named for
+its arithmetic. A run has one: `Sampling.noise` names it, and every node must have it. The functions here are called by
+tests, and by the engine that asks a foreign sampler which family it has; `algos` has fast ones. The token is the argmax of
 logits / temperature + noise (Gumbel-max: Maddison et al., arXiv:1411.0030).
 
 Axes: B sequences, V vocabulary.

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from shoal.protocol.constants import CHAIN_LENGTH, MAIN_STREAM
 from shoal.protocol.encoding import domain_hash
 
+SLOT_CHAIN, AUDIT_CHAIN = "chain/slots", "chain/audits"
+"""Purposes of the two secret chains."""
+
 
 @dataclass(frozen=True)
 class SecretChain:

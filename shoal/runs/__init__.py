@@ -17,5 +17,5 @@ Errors are `ShoalError`s in one line. `PeerError`: a URL does not answer now; tr
 place; open it again. `NothingYet`: private, gone or not there yet. Private bodies and held-out tasks take `private=True`
 and the host's folder with its run key. All texts are strangers': they may hold any characters, so escape them.
 
-`tables` has the same as rows (`rows_of(run, "nodes")`, `TABLES`, `as_csv`), with the unit and meaning of each column.
+`csv_tables` has the same as rows (`rows_of(run, "nodes")`, `TABLES`, `as_csv`), with the unit and meaning of each column.
 """

@@ -1,7 +1,7 @@
 """The log of a run, replayed as it grows, and all that can be looked up beside it: a run as its readers see it.
 
-It reads a folder or a URL through `source`, verifies what it can, and changes nothing. A run may be starting, live, dead or
-replaced by another one. `Marks` has the numbers of the events behind a state, which remembers none.
+It reads a folder or a URL through `log_source`, verifies what it can, and changes nothing. A run may be starting, live,
+dead or replaced by another one. `Marks` has the numbers of the events behind a state, which remembers none.
 """
 
 import time
@@ -24,9 +24,9 @@ from shoal.envs.load import files_needed
 from shoal.errors import ConfigError, NothingYet, Overreach, ShoalError, StateError
 from shoal.evaluation_files import Evaluation, evaluations_of
 from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
+from shoal.ledger.errors import FAULTS
 from shoal.ledger.event import GENESIS, Entry, event_hash
 from shoal.ledger.event_types import apply, read_entry
-from shoal.ledger.log.check import FAULTS
 from shoal.ledger.log.writer import BrokenLog, checked_entry
 from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord

@@ -4,7 +4,7 @@ from msgspec import UNSET
 
 from shoal.ledger.commands import AskLease, JoinRun, Publish, Submit, SubmitVerdict, Tick
 from shoal.ledger.constants import LAW
-from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN, verify
+from shoal.ledger.log.check import verify
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.run_events import Create, RunCreated
@@ -12,7 +12,7 @@ from shoal.ledger.state import state_hash
 from shoal.protocol.audit_and_pay import influence, must_audit, paid_tokens
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import GroupVerdict, Join, Rules, Sampling, Verdict
-from shoal.protocol.seed_chain import SecretChain
+from shoal.protocol.seed_chain import AUDIT_CHAIN, SLOT_CHAIN, SecretChain
 
 TRAINER, VALIDATOR = "t" * 64, "v" * 64
 

@@ -9,7 +9,7 @@ from shoal.ledger.constants import LAW
 from shoal.ledger.event import GENESIS
 from shoal.ledger.event_types import make_entry, read_entry
 from shoal.ledger.leases import LeaseGranted
-from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN, verify
+from shoal.ledger.log.check import verify
 from shoal.ledger.pay import Credit, Forfeited, Slash, Vested
 from shoal.ledger.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.verdicts import Decision, VerdictGiven
@@ -17,7 +17,7 @@ from shoal.ledger.versions import CheckpointPublished, LinkRevealed
 from shoal.protocol.algorithm_config import Composition, Vine
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_LEASE_BLOCKS
 from shoal.protocol.encoding import WireError
-from shoal.protocol.seed_chain import SecretChain
+from shoal.protocol.seed_chain import AUDIT_CHAIN, SLOT_CHAIN, SecretChain
 from tests.ledger.ledger_fixture import VALIDATOR, rules, started
 
 WORKER = "a" * 64

@@ -14,7 +14,7 @@ from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.event_types import apply, make_entry
 from shoal.ledger.leases import LeaseLapsed
-from shoal.ledger.log.check import redecide
+from shoal.ledger.log.redecide import redecide
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.messages import AdminRequest, EnvSpec
 from tests.ledger.ledger_fixture import assert_holds, started

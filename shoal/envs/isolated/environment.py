@@ -268,8 +268,8 @@ def demand_sandbox(what: str) -> None:
 
 
 def try_code(code: str, paths: Sequence[Path], timeout_s: float) -> str:
-    """What a Python program prints in a sandbox that has these paths first in its `sys.path`: see `Start` of
-    `shoal.env_packages.install`. Raises `ShoalError` if it fails, is stopped or cannot be started."""
+    """What a Python program prints in a sandbox that has these paths first in its `sys.path`: a `StartInSandbox` of
+    `env_packages/install.py`. Raises `ShoalError` if it fails, is stopped or cannot be started."""
     demand_sandbox("the package")
     shown = [SandboxPath(path, OUTSIDE / path.name) for path in paths]
     places = [*(str(place) for _, place in shown), str(CODE), *standard_paths()]

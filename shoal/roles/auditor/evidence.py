@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
-from shoal.ledger.log.check import FAULTS, Audit, receipt_findings
+from shoal.ledger.errors import FAULTS
+from shoal.ledger.log.check import Audit, receipt_findings
 from shoal.ledger.slot_draws import lease_of
 from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord

@@ -19,7 +19,6 @@ from shoal.ledger.batches import SlotVoid
 from shoal.ledger.commands import AskLease, ReturnLeases, Submit, Tick
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.event_types import decide
-from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.remedies import QUOTA
 from shoal.ledger.run_events import RulesChanged
@@ -39,7 +38,7 @@ from shoal.protocol.message_sizes import turn_answer_bytes, turn_bytes
 from shoal.protocol.messages.host_environments import difference
 from shoal.protocol.messages.run import kind_of
 from shoal.protocol.rollout_validation import most_bytes
-from shoal.protocol.seed_chain import SecretChain
+from shoal.protocol.seed_chain import AUDIT_CHAIN, SLOT_CHAIN, SecretChain
 from shoal.protocol.signing import Key
 from shoal.roles.coordinator.blob_retention import BlobRetention, origin_of
 from shoal.roles.coordinator.env_hang_reports import StopReports

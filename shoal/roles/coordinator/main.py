@@ -29,7 +29,6 @@ from shoal.envs.load import env_digest, facts_of
 from shoal.errors import ConfigError, StateError
 from shoal.ledger.commands import Admin, Reconfigure
 from shoal.ledger.constants import LAW, Law
-from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.run_events import Create, RunCreated
@@ -43,7 +42,7 @@ from shoal.protocol.constants import COMPLETIONS, EPISODES, MODEL_STOPS
 from shoal.protocol.encoding import WireError, from_json
 from shoal.protocol.host_signatures import is_promised
 from shoal.protocol.messages import AdminRequest
-from shoal.protocol.seed_chain import SecretChain
+from shoal.protocol.seed_chain import AUDIT_CHAIN, SLOT_CHAIN, SecretChain
 from shoal.protocol.task_draws import TaskList
 from shoal.protocol.tolerances import dtypes_of, wire_bounds
 from shoal.roles.coordinator.coordinator import Coordinator

@@ -231,8 +231,8 @@ class TimeLeft:
 
 
 def loud(env: Env, time_left: TimeLeft = TimeLeft()) -> Env:
-    """The same environment, which also prints the traceback of what it raises, and calls an endpoint that does not answer
-    again: states never change, so a call may be repeated."""
+    """The same environment, which also prints the traceback of what it raises, and repeats a call whose endpoint does
+    not answer: states never change, so a call may be repeated."""
     if isinstance(env, WithSettings):
         env.env = loud(env.env, time_left)
         return cast(Env, env)

@@ -4,8 +4,8 @@ It does not choose the groups that it learns from: each batch is an event of the
 needs to repeat the step, before it publishes a version. So after a kill at any moment it repeats the same step with the
 same bits, and never rebuilds a published version differently.
 
-`batches` reads the batches; `models` fetches the versions that sampled them; `publish` publishes the versions and keeps
-checkpoints, while the next step is under way; `state` saves the state.
+`batch_reader` reads the batches; `publish_version` publishes the versions and keeps checkpoints, while the next step is
+under way; `state` saves the state.
 """
 
 import asyncio

@@ -124,8 +124,7 @@ class Worker(NodeRole):
                         before = use
 
     async def _fill(self, grant: t.Grant, before: EngineTurn, use: EngineTurn) -> None:
-        """Fill a lease, and submit it. `before` and `use` are the uses of the engine by the lease before it and by this
-        one."""
+        """Fill a lease, and submit it. `before` is the engine's use by the lease before it, `use` that by this one."""
         lease, play = grant.lease, self._play_turns if self.session.kind == COMPLETIONS else self._play_whole
         try:
             async with use.shift:
@@ -205,7 +204,7 @@ class Worker(NodeRole):
             raise VersionExpired from None
 
     async def _play_turns(self, grant: t.Grant, before: EngineTurn, use: EngineTurn) -> Made | None:
-        """The same while the host plays the environments."""
+        """`_play_whole` where the host plays the environments."""
         lease, started, session = grant.lease, time.perf_counter(), self.session
         size, allowed_s = session.info.rules.group_size, lease.deadline - lease.issued
         most = max((len(block.slots) for block in lease.blocks), default=0) * size

@@ -48,12 +48,12 @@ SPARE_GAIN = 2.0
 sources that only trickle could keep a fetch from the others."""
 
 SAY_S = 0.6
-"""For so long after the beginning, also a source without a chunk that waits keeps us from asking those of higher ranks:
-meanwhile it is asked twice what it has."""
+"""In the first so many seconds, sources of higher ranks wait also for a source that has none of the wanted chunks: it may
+have them when it is asked again."""
 
 FILLING_S = 2.0
-"""It does so again for so long after it said that it has more chunks than before, or had much to give: it may still be
-filling."""
+"""Higher ranks also wait for so long after a source said that it has more chunks than before, or had much to give: it may
+still be filling."""
 
 LAST = 2
 """The rank of a source that is asked only while no origin answers. Origins have every chunk, and one that is slow still

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError, StateError
-from shoal.ledger.log.check import FAULTS
+from shoal.ledger.errors import FAULTS
 from shoal.run_folder import held
 
 VERSION = 11
