@@ -34,7 +34,7 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "config/trl.py": ("run", "host"),
     "engine/": ("join", "calibrate"),
     "envs/lint/": ("env check",),
-    "envs/make_env.py": ("eval",),
+    "envs/env_from_file.py": ("eval",),
     "env_packages/publish.py": ("env push",),
     "env_packages/scaffold.py": ("env init",),
     "launch/doctor.py": ("doctor",),

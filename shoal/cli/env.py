@@ -212,7 +212,7 @@ def env_push(args: argparse.Namespace) -> None:
     from shoal.config import node_home
     from shoal.env_packages.archive import index_folder
     from shoal.env_packages.metadata import read_package
-    from shoal.env_packages.naming import owner_of
+    from shoal.env_packages.package_reference import owner_of
     from shoal.env_packages.publish import change_key, push, withdraw
     from shoal.env_packages.registry import own_registry
     from shoal.net.key_files import load_key, load_or_make_key
@@ -246,7 +246,7 @@ def env_install(args: argparse.Namespace) -> None:
     from shoal.config import node_home
     from shoal.env_packages.attestations import num_witnesses
     from shoal.env_packages.install import by_pip, install
-    from shoal.env_packages.naming import read_reference
+    from shoal.env_packages.package_reference import read_reference
     from shoal.env_packages.registry import open_registry
     from shoal.envs.isolated.environment import try_code
     from shoal.sandbox.selftest import examined
@@ -273,7 +273,7 @@ def env_attest(args: argparse.Namespace) -> None:
 
     from shoal.config import node_home
     from shoal.env_packages.attestations import find_release, make_attestation, put_attestation
-    from shoal.env_packages.naming import read_reference
+    from shoal.env_packages.package_reference import read_reference
     from shoal.env_packages.registry import open_registry, own_registry
     from shoal.net.key_files import load_or_make_key
     from shoal.protocol.encoding import to_json
@@ -316,7 +316,7 @@ def _num_passed(folder: str, digest: str) -> int:
 def env_add_attestation(args: argparse.Namespace) -> None:
     from shoal.config import node_home
     from shoal.env_packages.attestations import find_release, open_attestation, put_attestation
-    from shoal.env_packages.naming import read_reference
+    from shoal.env_packages.package_reference import read_reference
     from shoal.env_packages.registry import own_registry
 
     registry = own_registry(args.registry)
@@ -354,7 +354,7 @@ def env_list(args: argparse.Namespace) -> None:
 def env_show(args: argparse.Namespace) -> None:
     from shoal.config import node_home
     from shoal.env_packages.attestations import lines_of, read_attestations
-    from shoal.env_packages.naming import owner_of, read_reference
+    from shoal.env_packages.package_reference import owner_of, read_reference
     from shoal.env_packages.publish import read_catalogue
     from shoal.env_packages.registry import open_registry
     from shoal.env_packages.signed_catalog import PinnedKeys

@@ -18,7 +18,7 @@ from typing import Annotated, BinaryIO, NamedTuple
 
 import msgspec
 
-from shoal.env_packages.naming import COMPILED, flaw_of_path
+from shoal.env_packages.package_reference import COMPILED, flaw_of_path
 from shoal.errors import ConfigError, PeerError, cause_of
 from shoal.protocol.encoding import WireError, domain_hash, from_json, to_json
 from shoal.protocol.field_types import Message

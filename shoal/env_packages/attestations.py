@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.env_packages.naming import PackageReference
+from shoal.env_packages.package_reference import PackageReference
 from shoal.env_packages.publish import read_catalogue
 from shoal.env_packages.registry import FolderRegistry, Registry, attestations_path
 from shoal.env_packages.signed_catalog import Count, PinnedKeys, Release, SignedBytes, open_signed, sign

@@ -25,7 +25,7 @@ from shoal.env_packages.install_policy import (
 from shoal.env_packages.installed import INSTALLED, Installed, PackageStore
 from shoal.env_packages.lock import Downloader, download, most_unpacked, unpack_wheels
 from shoal.env_packages.metadata import Described, read_package, unfit
-from shoal.env_packages.naming import PackageReference
+from shoal.env_packages.package_reference import PackageReference
 from shoal.env_packages.publish import read_catalogue
 from shoal.env_packages.registry import Registry, archive_path
 from shoal.env_packages.signed_catalog import PinnedKeys, Release

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shoal.env_packages.lock import Requirement, heavy
 from shoal.env_packages.metadata import About
-from shoal.env_packages.naming import owner_of
+from shoal.env_packages.package_reference import owner_of
 from shoal.env_packages.publish import Believed
 from shoal.env_packages.signed_catalog import Release
 from shoal.errors import ConfigError

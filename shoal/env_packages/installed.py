@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.env_packages.archive import Index, digest_of, matches
-from shoal.env_packages.naming import PackageReference, order_of
+from shoal.env_packages.package_reference import PackageReference, order_of
 from shoal.errors import ConfigError, StateError, cause_of
 from shoal.protocol.encoding import WireError, from_json, is_digest
 from shoal.protocol.field_types import Message

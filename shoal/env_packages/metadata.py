@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shoal.env_packages.archive import ABOUT, Index
 from shoal.env_packages.lock import Requirement, read_lock
-from shoal.env_packages.naming import flaw_of_path, is_name, is_version
+from shoal.env_packages.package_reference import flaw_of_path, is_name, is_version
 from shoal.errors import ConfigError, cause_of
 from shoal.protocol.field_types import Fact
 from shoal.typed_toml import Section, from_tree

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 from shoal.env_packages import signed_catalog as words
 from shoal.env_packages.archive import Packed, pack
 from shoal.env_packages.metadata import About, read_package
-from shoal.env_packages.naming import is_name, is_owner, owner_of
+from shoal.env_packages.package_reference import is_name, is_owner, owner_of
 from shoal.env_packages.registry import (
     MAX_NAMES_BYTES,
     NAMES,

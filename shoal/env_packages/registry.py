@@ -16,7 +16,7 @@ from typing import BinaryIO, Protocol
 import httpx
 import msgspec
 
-from shoal.env_packages.naming import is_name, is_version, owner_of
+from shoal.env_packages.package_reference import is_name, is_version, owner_of
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
 from shoal.net.outbound_proxy import proxy_for
 from shoal.net.retryable_errors import RetryableError

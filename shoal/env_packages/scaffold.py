@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shoal.env_packages.archive import ABOUT
-from shoal.env_packages.naming import is_name
+from shoal.env_packages.package_reference import is_name
 from shoal.errors import ConfigError, cause_of
 
 _ABOUT = """\

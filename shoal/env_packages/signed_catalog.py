@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
-from shoal.env_packages.naming import is_name, is_owner, is_version, order_of, owner_of
+from shoal.env_packages.package_reference import is_name, is_owner, is_version, order_of, owner_of
 from shoal.errors import PeerError, StateError, cause_of
 from shoal.protocol.encoding import WireError, digest, from_json, is_digest, to_json
 from shoal.protocol.field_types import Fact, Message

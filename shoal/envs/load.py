@@ -25,11 +25,11 @@ from shoal.env import Env
 from shoal.env_packages.archive import digest_of, index_folder
 from shoal.env_packages.installed import Installed, PackageStore
 from shoal.env_packages.metadata import read_package
-from shoal.env_packages.naming import is_name, names_one_package, read_reference
+from shoal.env_packages.package_reference import is_name, names_one_package, read_reference
 from shoal.envs.builtin import arithmetic, wordle, wordle_words
+from shoal.envs.env_from_file import make_env, read_source
 from shoal.envs.interface import EnvFacts, describe
 from shoal.envs.isolated.environment import ContainedEnv, in_child, in_sandbox
-from shoal.envs.make_env import make_env, read_source
 from shoal.envs.settings_wrapper import HISTORIES, Settings, WithSettings, with_settings
 from shoal.errors import ConfigError, ShoalError
 from shoal.net.key_files import load_key

@@ -16,10 +16,10 @@ from shoal.chat.renderer import Renderer
 from shoal.chat.turn_encoder import ClosedThought
 from shoal.config import SftConfig
 from shoal.env import Env, State, Task
+from shoal.envs.env_from_file import make_env
 from shoal.envs.interface import players_of, task_of, wrap_env_errors
 from shoal.envs.lint.checks import MAX_COMPARED
 from shoal.envs.load import env_of
-from shoal.envs.make_env import make_env
 from shoal.envs.play_episodes import play_scripted
 from shoal.envs.prompt_preview import demand_shown, hidden_tools, unparsed_calls
 from shoal.envs.rollout_rules import Conversation

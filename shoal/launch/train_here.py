@@ -19,8 +19,8 @@ import msgspec
 from shoal.config import EnvConfig, RunConfig, check_run, difficulty_of
 from shoal.config.load import resolve_path
 from shoal.env import Env
+from shoal.envs.env_from_file import MEMBERS
 from shoal.envs.load import require_members
-from shoal.envs.make_env import MEMBERS
 from shoal.envs.own_env import OwnEnv
 from shoal.errors import ConfigError, ShoalError, StateError, no_torch
 from shoal.run_folder import RunFolder

@@ -1,4 +1,6 @@
-"""How many workers keep a trainer busy: the rule of ECHO-2 (arXiv:2602.02192), for workers on their own links.
+"""The forecast of `shoal plan`: how many workers keep the trainer busy, and with so many, time, traffic and cost of the run.
+
+The rule is that of ECHO-2 (arXiv:2602.02192), for workers on their own links.
 
 We derived the rule from what the paper says it consists of, and have not compared it with the paper's formula. With a new
 version every kappa steps, R rollouts a step, T seconds of training a step and B seconds of broadcast, the trainer never

@@ -6,7 +6,7 @@ from pathlib import Path
 from shoal.env_packages.attestations import make_attestation, put_attestation
 from shoal.env_packages.install import install
 from shoal.env_packages.install_policy import InstallDecision
-from shoal.env_packages.naming import read_reference
+from shoal.env_packages.package_reference import read_reference
 from shoal.env_packages.publish import Pushed, push
 from shoal.env_packages.registry import FolderRegistry
 from shoal.env_packages.signed_catalog import Release

@@ -24,7 +24,7 @@ from shoal.env_packages.install import Result, by_pip, install
 from shoal.env_packages.install_policy import InstallDecision, InstallPolicy, read_policy
 from shoal.env_packages.installed import PackageStore
 from shoal.env_packages.lock import download, read_lock, unpack_wheels, verified
-from shoal.env_packages.naming import PackageReference, read_reference
+from shoal.env_packages.package_reference import PackageReference, read_reference
 from shoal.env_packages.publish import push
 from shoal.env_packages.registry import FolderRegistry, catalogue_path
 from shoal.env_packages.signed_catalog import Catalogue, PinnedKeys, sign
@@ -404,7 +404,8 @@ def test_a_kill_leaves_nothing_installed_and_the_next_try_cleans_up(
     code = (
         "import sys, time; from pathlib import Path; from shoal.env_packages.install import install\n"
         "from shoal.env_packages.install_policy import InstallDecision\n"
-        "from shoal.env_packages.naming import read_reference; from shoal.env_packages.registry import FolderRegistry\n"
+        "from shoal.env_packages.package_reference import read_reference\n"
+        "from shoal.env_packages.registry import FolderRegistry\n"
         "def ask(q): print('asked', flush=True); time.sleep(60)\n"
         f"decision = InstallDecision(None, ask)\n"
         f"install(read_reference('{NAME}'), FolderRegistry(Path(sys.argv[1])), Path(sys.argv[2]), decision)"

@@ -9,7 +9,7 @@ import pytest
 from shoal.env_packages.archive import index_folder
 from shoal.env_packages.lock import Requirement, heavy, read_lock, write_lock
 from shoal.env_packages.metadata import MAX_ABOUT_BYTES, read_about, read_package, unfit
-from shoal.env_packages.naming import is_name, is_version, names_one_package, order_of, read_reference
+from shoal.env_packages.package_reference import is_name, is_version, names_one_package, order_of, read_reference
 from shoal.errors import ConfigError
 
 GOOD = 'name = "ann/guess"\nversion = "0.1.0"\nlicence = "MIT"\n'

@@ -12,13 +12,13 @@ import pytest
 from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig
 from shoal.env import Env, Message, Score, Scored, Step
+from shoal.envs.env_from_file import make_env
 from shoal.envs.evaluate import evaluate
 from shoal.envs.exceptions import RewardOutOfBounds
 from shoal.envs.interface import Earned, earned
 from shoal.envs.isolated.environment import in_child
 from shoal.envs.lint import check_env
 from shoal.envs.load import load_env
-from shoal.envs.make_env import make_env
 from shoal.envs.replay import replay_group
 from shoal.envs.rollout_rules import Conversation
 from shoal.envs.settings_wrapper import with_settings

@@ -16,7 +16,7 @@ from shoal.config import EnvConfig, TinyPolicy
 from shoal.config.role_options import EvalOptions
 from shoal.env_packages.install import install
 from shoal.env_packages.install_policy import InstallDecision
-from shoal.env_packages.naming import read_reference
+from shoal.env_packages.package_reference import read_reference
 from shoal.env_packages.registry import FolderRegistry
 from shoal.errors import ConfigError, StateError
 from shoal.evaluation_files import Evaluation

@@ -24,9 +24,9 @@ from shoal.graders.llm_judge import NoAnswer
 from shoal.models.random_model import make_tiny
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
-from shoal.roles.env_server.env_process import Opening, ProcessAnswer, ProcessRequest, TimeLeft, loud
+from shoal.roles.env_server.env_child import Opening, ProcessAnswer, ProcessRequest, TimeLeft, loud
 from shoal.roles.env_server.episode_processes import ChildPlayer, EnvProcessPool, ProcessDied, Shard
-from shoal.roles.env_server.replies import ReplyStore
+from shoal.roles.env_server.reply_store import ReplyStore
 from shoal.roles.env_server.turns import TurnLimits, TurnRequest, record_of, take_turn
 
 ODD = '''
@@ -257,7 +257,7 @@ SILENCE.__cause__ = TimeoutError("status 503")
 
 @pytest.fixture
 def no_pauses(monkeypatch):
-    monkeypatch.setattr("shoal.roles.env_server.env_process.PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("shoal.roles.env_server.env_child.PAUSES_S", (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -547,7 +547,7 @@ def test_an_environment_that_lets_no_thread_run_ends_with_the_stage(theatre) -> 
     theatre.turn(0, 0)
     stage = """
 import os, sys, threading, time, msgspec
-from shoal.roles.env_server.env_process import Opening, ProcessRequest
+from shoal.roles.env_server.env_child import Opening, ProcessRequest
 from shoal.roles.env_server.episode_processes import ChildPlayer, EnvProcessPool
 player = ChildPlayer(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Opening))
 player.ask(ProcessRequest(0, label="odd", task=0), 60.0)

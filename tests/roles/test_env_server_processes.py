@@ -7,9 +7,9 @@ import pytest
 
 from shoal.errors import StateError
 from shoal.protocol import messages as t
-from shoal.roles.env_server.env_process import ProcessAnswer, ProcessRequest
+from shoal.roles.env_server.env_child import ProcessAnswer, ProcessRequest
 from shoal.roles.env_server.episode_processes import EnvProcessPool, ProcessDied, Shard
-from shoal.roles.env_server.replies import FinalScore, PlacedReply, Reply, ReplyStore, Taken
+from shoal.roles.env_server.reply_store import FinalScore, PlacedReply, Reply, ReplyStore, Taken
 from shoal.roles.env_server.turns import TurnRequest
 
 SLOT = t.Slot(0, "00" * 32, "toy", 0)

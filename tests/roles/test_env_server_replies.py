@@ -16,7 +16,7 @@ from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError
 from shoal.protocol.messages.host_environments import difference, rollout_digest
-from shoal.roles.env_server.replies import PlacedReply, Reply, ReplyStore, Taken
+from shoal.roles.env_server.reply_store import PlacedReply, Reply, ReplyStore, Taken
 from shoal.roles.env_server.turns import Conflict, TurnLimits, TurnRequest, record_of, take_turn
 
 STOP, SIZE = 9, 2
@@ -264,7 +264,7 @@ CLOSING = """
 import sys, threading
 from pathlib import Path
 from shoal.errors import StateError
-from shoal.roles.env_server.replies import ReplyStore, Taken
+from shoal.roles.env_server.reply_store import ReplyStore, Taken
 
 def write(store, lease, begun):
     for turn in range(10_000):
@@ -297,7 +297,7 @@ def test_a_stage_that_is_stopped_while_turns_are_booked_ends_in_order(tmp_path: 
 
 def test_old_versions_are_forgotten_little_by_little(reply_store: ReplyStore, monkeypatch) -> None:
     """Each piece leaves room for turns that wait to be booked."""
-    monkeypatch.setattr("shoal.roles.env_server.replies._FORGOTTEN_AT_ONCE", 3)
+    monkeypatch.setattr("shoal.roles.env_server.reply_store._FORGOTTEN_AT_ONCE", 3)
     for lease in range(5):
         ask(reply_store, t.EnvTurn(BLOCK.index, 0), Toy(), lease=str(lease), shared=False, version=lease // 4)
     pieces, write = [], reply_store._write

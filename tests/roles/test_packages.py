@@ -11,7 +11,7 @@ from shoal.config import EnvConfig
 from shoal.env_packages.install import install
 from shoal.env_packages.install_policy import InstallDecision, InstallPolicy
 from shoal.env_packages.installed import PackageStore
-from shoal.env_packages.naming import read_reference
+from shoal.env_packages.package_reference import read_reference
 from shoal.env_packages.registry import FolderRegistry
 from shoal.envs.isolated.connection import LIMITS
 from shoal.envs.isolated.environment import ContainedEnv
@@ -21,7 +21,7 @@ from shoal.errors import ConfigError, PeerError
 from shoal.protocol.messages import EnvSpec
 from shoal.protocol.signing import Key
 from shoal.roles.coordinator.main import env_specs
-from shoal.roles.env_server.env_process import _load
+from shoal.roles.env_server.env_child import _load
 from shoal.roles.node.package_consent import ConsentedPackages, NoPackages, room_of
 from shoal.weights import memory_limit
 from shoal.weights.memory_limit import Memory

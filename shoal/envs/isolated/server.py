@@ -23,11 +23,11 @@ import msgspec
 
 from shoal.chat.messages import Written
 from shoal.env import Action, Env, Score
+from shoal.envs.env_from_file import make_env
 from shoal.envs.episode import marks_of
 from shoal.envs.exceptions import is_unreachable
 from shoal.envs.interface import describe, describe_fault, describe_fault_of_call, number_of, players_of, step_of
 from shoal.envs.isolated import messages as f
-from shoal.envs.make_env import make_env
 from shoal.errors import ShoalError
 from shoal.ipc import OUT_OF_MEMORY, end_with, read_message, take_pipes, write_message
 

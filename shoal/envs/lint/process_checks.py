@@ -27,7 +27,7 @@ from shoal.config.env_settings import EnvConfig
 from shoal.env_packages.archive import index_folder
 from shoal.env_packages.installed import PackageStore
 from shoal.env_packages.metadata import read_package
-from shoal.env_packages.naming import read_reference
+from shoal.env_packages.package_reference import read_reference
 from shoal.envs.lint.audit import CALL_S, FILES, IMPORT, MEMORY_MB, NETWORK, PROCESSES, REFUSED
 from shoal.envs.lint.dependency_checks import pins, unlocked
 from shoal.envs.lint.fake_clock import ELSEWHERE_ZONE, HERE_ZONE

@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from shoal import __version__
-from shoal.env_packages.naming import is_registry_path
+from shoal.env_packages.package_reference import is_registry_path
 from shoal.ledger.batches import BatchFormed
 from shoal.ledger.commands import Admin, JoinRun, LeaveRun
 from shoal.ledger.errors import Refused, Wait

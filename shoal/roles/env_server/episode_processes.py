@@ -26,8 +26,8 @@ from shoal.errors import StateError
 from shoal.ipc import ChildExited, Reason
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
 from shoal.protocol.messages import POLICY, Slot
-from shoal.roles.env_server.env_process import Opening, ProcessAnswer, ProcessOpened, ProcessRequest
-from shoal.roles.env_server.replies import FinalScore, Reply, ReplyStore, group_name
+from shoal.roles.env_server.env_child import Opening, ProcessAnswer, ProcessOpened, ProcessRequest
+from shoal.roles.env_server.reply_store import FinalScore, Reply, ReplyStore, group_name
 from shoal.roles.env_server.turns import VOID, TurnRequest
 from shoal.roles.node.reward_part_files import Tally
 
@@ -62,7 +62,7 @@ MAX_PLAYERS = 16
 PINNED = 4096
 """Slots whose process, and groups whose judgement, are remembered."""
 
-_PROGRAM = "import sys; sys.path[:] = sys.argv[3:]; from shoal.roles.env_server.env_process import serve; serve()"
+_PROGRAM = "import sys; sys.path[:] = sys.argv[3:]; from shoal.roles.env_server.env_child import serve; serve()"
 
 T = TypeVar("T")
 

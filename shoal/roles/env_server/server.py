@@ -30,9 +30,9 @@ from shoal.net.server_address import tell_address
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import digest, from_msgpack, to_msgpack
-from shoal.roles.env_server.env_process import Opening
+from shoal.roles.env_server.env_child import Opening
 from shoal.roles.env_server.episode_processes import ChildPlayer, EnvProcessPool
-from shoal.roles.env_server.replies import ReplyStore
+from shoal.roles.env_server.reply_store import ReplyStore
 from shoal.roles.env_server.turns import Conflict, TurnLimits, record_of, take_turn
 from shoal.roles.node.reward_part_files import ScoreFile
 from shoal.run_folder import RunFolder

@@ -15,7 +15,7 @@ from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_SAID_CHARS
 from shoal.protocol.encoding import WireError, digest, to_msgpack
 from shoal.protocol.messages.host_environments import rollout_digest
-from shoal.roles.env_server.replies import (
+from shoal.roles.env_server.reply_store import (
     FinalScore,
     PlacedReply,
     Reply,

@@ -22,7 +22,7 @@ from shoal.env_packages.attestations import num_witnesses
 from shoal.env_packages.install import install, offer_of
 from shoal.env_packages.install_policy import InstallDecision
 from shoal.env_packages.installed import Installed, PackageStore
-from shoal.env_packages.naming import read_reference
+from shoal.env_packages.package_reference import read_reference
 from shoal.env_packages.registry import open_registry
 from shoal.envs.isolated.connection import LIMITS
 from shoal.envs.isolated.environment import demand_sandbox, in_sandbox, try_code

@@ -28,13 +28,13 @@ import numpy as np
 
 from shoal.chat.renderer import Renderer
 from shoal.env import Env
+from shoal.envs.env_from_file import make_env
 from shoal.envs.exceptions import LOCAL_ERRORS, is_unreachable, redact_paths
 from shoal.envs.interface import AuthorError, Earned, compares, describe_fault, source_of
 from shoal.envs.isolated.connection import LIMITS
 from shoal.envs.isolated.environment import ContainedEnv, in_sandbox, show
 from shoal.envs.isolated.server import let_exits_raise, write_stacks
 from shoal.envs.load import load_run_envs
-from shoal.envs.make_env import make_env
 from shoal.envs.play_episodes import begin
 from shoal.envs.replay import judge_talks
 from shoal.envs.rollout_rules import Conversation
@@ -42,7 +42,7 @@ from shoal.envs.settings_wrapper import WithSettings
 from shoal.errors import ShoalError
 from shoal.ipc import end_with, read_message, take_pipes, write_message
 from shoal.protocol.messages import POLICY, EnvSpec, Sampling
-from shoal.roles.env_server.replies import FinalScore
+from shoal.roles.env_server.reply_store import FinalScore
 from shoal.roles.node.reward_part_files import Tally
 
 PAUSES_S = (0.5, 1.0, 2.0)
