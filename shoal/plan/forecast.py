@@ -1,4 +1,4 @@
-"""The forecast of `shoal plan`: how many workers keep the trainer busy, and with so many, time, traffic and cost of the run.
+"""The forecast of `shoal plan`: how many workers keep the trainer busy, and what a run with so many takes.
 
 The rule is that of ECHO-2 (arXiv:2602.02192), for workers on their own links.
 

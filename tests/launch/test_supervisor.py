@@ -1,9 +1,13 @@
-"""A small run on this machine as its user sees it: started, refused a second time, stopped by Ctrl-C, killed, resumed."""
+"""A small run on this machine as its user sees it: started, refused a second time, stopped by Ctrl-C, killed, resumed.
+
+Its logger dies at once, each time, and its logs are JSON.
+"""
 
 import asyncio
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,9 +39,12 @@ from shoal.net.key_files import load_or_make_key
 from shoal.protocol.messages import AdminRequest, Status
 from shoal.run_folder import RunFolder
 from shoal.runs.run_status import NO_STATUS, own_keys, suspended_process
+from shoal.step_metrics import read_metrics
 from shoal.views.terminal.live_view import LiveView, render
 from shoal.views.terminal.watch_command import FolderWatch
 from tests.roles.testbed import RunTestbed
+
+ROOT = Path(__file__).parents[2]
 
 STEPS = "steps = 12"
 """Enough to be still running when a second `shoal run` gives up."""
@@ -80,10 +87,26 @@ def local_run(root: Path, told: io.StringIO | None = None) -> LocalRun:
     return LocalRun(RunProcesses(folder, 0, False, shifts_of(config, folder, None, False)), view)
 
 
+LOGGING = """
+[logging]
+format = "json"
+to = ["jsonl", "tensorboard"]
+"""
+
+DIES = """
+import os
+os._exit(3)  # at once, without a word: no `except` of ours sees it
+"""
+"""A TensorBoard."""
+
+
 def start(folder: Path) -> subprocess.Popen[str]:
-    (folder / "small.toml").write_text(RUN_FILE)
+    (folder / "small.toml").write_text(RUN_FILE + LOGGING)
+    (folder / "broken" / "tensorboard").mkdir(parents=True, exist_ok=True)
+    (folder / "broken" / "tensorboard" / "__init__.py").write_text(DIES)
+    env = os.environ | {"PYTHONPATH": f"{folder / 'broken'}:{ROOT}"}
     command = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml"]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
 
 def wait_for(what: str, holds: Callable[[], bool], run: subprocess.Popen[str], timeout_s: float = 90.0) -> None:
@@ -148,6 +171,7 @@ def test_run_is_stopped_killed_resumed_and_ends_with_a_summary(tmp_path: Path) -
     said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said
     check_end(tmp_path / "runs" / "small", said)
+    check_logs(tmp_path / "runs" / "small", said)
 
 
 def check_end(folder: Path, said: str) -> None:
@@ -171,6 +195,26 @@ def check_end(folder: Path, said: str) -> None:
         [sys.executable, "-m", "shoal.cli.main", "ledger", "verify", str(folder)], capture_output=True
     )
     assert verified.returncode == 0, verified.stdout
+
+
+def check_logs(folder: Path, said: str) -> None:
+    """The logger that died stopped no training, was told once, and every log is JSON."""
+    assert sorted({line["step"] for line in read_metrics(folder / "metrics.jsonl")}) == [*range(12)]
+    told = [line for line in said.splitlines() if "logger" in line]
+    assert len(told) == 1 and re.match(r"the run goes on without logger: logger died \d times", told[0]), said
+    logs = {path.stem: path.read_text().splitlines() for path in (folder / "logs").glob("*.log")}
+    assert {"launcher", "coordinator", "trainer", "worker-0", "validator-0"} <= logs.keys()
+    logs["coordinator"] = [
+        line for line in logs["coordinator"] if not line.startswith("error: steps = 1")
+    ]  # last words
+    lines = {name: [json.loads(line) for line in text] for name, text in logs.items()}
+    assert all(
+        {"time", "level", "role", "message", "fields"} <= line.keys() for each in lines.values() for line in each
+    )
+    own = lines["launcher"]
+    assert "running" in {line["fields"].get("phase") for line in own}
+    assert any(line["fields"].get("process") == "logger" and line["level"] == "warning" for line in own)
+    assert told[0] in [line["message"] for line in own] and own[-1]["role"] == "launcher"
 
 
 def test_a_role_that_dies_is_said_once_with_its_signal(tmp_path: Path) -> None:
