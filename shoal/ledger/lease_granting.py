@@ -1,4 +1,4 @@
-"""Who gets which blocks: sizes of leases, room for more of them, and what it costs to let one lapse.
+"""Decisions on leases: who gets which blocks, when a lease ends, and what it costs to let one lapse.
 
 Keys are free, so dropped blocks go to workers that have proven themselves: each lease that a stranger lets lapse delays
 a run that needs its blocks.
