@@ -476,9 +476,14 @@ def test_refused_bodies_make_room_when_the_quota_is_used_up(tmp_path, monkeypatc
 
     asyncio.run(until(both, testbed.trainer(), testbed.validator(), vandal, testbed.worker("good")))
     bodies = [name for name in kept.bodies if state.submissions[name].decided]
-    testbed.coordinator.blobs.put(bytes(1_000_001 - testbed.coordinator.blobs.size_bytes))
-    assert kept.make_room(1_000_000) and testbed.coordinator.blobs.size_bytes <= 1_000_000
     slots = [slot for version in state.main.versions.values() for slot in version.slots.values()]
+    refused = {*bodies} - {slot.submission for slot in slots}
+    testbed.coordinator.blobs.put(bytes(1_000_001 - testbed.coordinator.blobs.size_bytes))
+    with monkeypatch.context() as patch:
+        patch.setattr(kept, "_storage", msgspec.structs.replace(kept._storage, retain="all"))
+        kept.make_room(0)
+        assert refused and not any(map(has, refused)), "though all others are kept"
+    assert kept.make_room(1_000_000) and testbed.coordinator.blobs.size_bytes <= 1_000_000
     for slot in slots:
         slot.status, slot.step = "signal", -1  # a batch may still take them
     accepted = {slot.submission for slot in slots}
